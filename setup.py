@@ -1,0 +1,34 @@
+"""In: the C++ sources in runtime/csrc. Out: the one extension module, `torchtpu.runtime._C`.
+
+Everything else about the package is in pyproject.toml.
+"""
+
+import os
+from glob import glob
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+
+def parallel_jobs() -> int:
+    """One compiler per usable core, as far as memory goes: a file that includes torch's headers takes about 1.6 GB."""
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), gigabytes // 3))
+
+
+os.environ.setdefault("MAX_JOBS", str(parallel_jobs()))
+
+setup(
+    ext_modules=[
+        CppExtension(
+            "torchtpu.runtime._C",
+            sources=sorted(glob("runtime/csrc/*.cpp")),
+            depends=sorted(glob("runtime/csrc/*.h")),
+            include_dirs=[os.path.abspath("runtime/csrc")],
+            # Python's own flags often ask for -g, which would make the library 50 times larger.
+            extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden"],
+            extra_link_args=["-Wl,-s"],
+        )
+    ],
+    cmdclass={"build_ext": BuildExtension},
+)
