@@ -1,0 +1,307 @@
+"""Random numbers: in come a generator's (seed, offset) and a shape, out go numbers that depend on nothing else.
+
+A draw is keyed by a hash of its seed and its offset, so two draws of one seed are independent whatever their sizes
+and however the ops around them were cut; the recorder adds at least 1 to the offset for each op.  XLA's ThreeFry is a
+counter generator like Philox and gives the same bits on every platform, but is 14 times faster on CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, lowering, opmath, torch_dtype
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def bits(generator: Any, shape: tuple[int, ...], width: int = 32) -> Any:
+    """Uniform unsigned integers of `width` (32 or 64) bits."""
+    state = jnp.stack([_key(generator), jnp.zeros((), jnp.uint64)])
+    dtype = jnp.uint64 if width == 64 else jnp.uint32
+    # One flat draw: the numbers follow their linear index, not the shape.
+    _, drawn = lax.rng_bit_generator(state, (math.prod(shape),), dtype, algorithm=lax.RandomAlgorithm.RNG_THREE_FRY)
+    return drawn.reshape(shape)
+
+
+def uniform(generator: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Uniform in [0, 1) with all the mantissa bits of the real floating `dtype` (a jax dtype)."""
+    digits, drawn = _mantissa(generator, shape, dtype)
+    return drawn.astype(dtype) * jnp.asarray(2.0**-digits, dtype)
+
+
+def open_uniform(generator: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Uniform in (0, 1), symmetric around a half, in `dtype` or float32 if that is wider."""
+    dtype = jnp.promote_types(dtype, jnp.float32)
+    digits, drawn = _mantissa(generator, shape, dtype)
+    return ((drawn >> 1).astype(dtype) + 0.5) * jnp.asarray(2.0 ** (1 - digits), dtype)
+
+
+def normal(generator: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Standard normal numbers in `dtype` (complex: variance 1 in all), or float32 if that is wider."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = normal(generator, (2, *shape), jnp.finfo(dtype).dtype) * math.sqrt(0.5)
+        return lax.complex(parts[0], parts[1])
+    centred = open_uniform(generator, shape, dtype) * 2 - 1
+    return lax.erf_inv(centred) * jnp.asarray(math.sqrt(2), centred.dtype)
+
+
+def exponential(generator: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Exponential numbers of rate 1, never 0, in `dtype` or float32 if that is wider."""
+    return -jnp.log(open_uniform(generator, shape, dtype))
+
+
+def jax_key(generator: Any) -> Any:
+    """The key of this draw for the samplers of `jax.random`."""
+    words = lax.bitcast_convert_type(_key(generator), jnp.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def _key(generator: Any) -> Any:
+    seed, offset = (jnp.asarray(word).astype(jnp.uint64) for word in generator)
+    return _mix(_mix(seed) + offset * jnp.uint64(_GOLDEN))
+
+
+def _mix(word: Any) -> Any:
+    # SplitMix64's finalizer: a bijection, so the keys of one seed never collide.
+    word = (word ^ (word >> 30)) * jnp.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> 27)) * jnp.uint64(0x94D049BB133111EB)
+    return word ^ (word >> 31)
+
+
+def _mantissa(generator: Any, shape: tuple[int, ...], dtype: Any) -> tuple[int, Any]:
+    digits = jnp.finfo(dtype).nmant + 1
+    width = 64 if digits > 32 else 32
+    return digits, bits(generator, shape, width) >> (width - digits)
+
+
+def _real(dtype: Any) -> Any:
+    """The dtype to sample in for a tensor of `dtype`."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(jnp.float64)
+
+
+def _scaled(x: Any, factor: Any, shift: Any) -> Any:
+    return x * jnp.asarray(factor, x.dtype) + jnp.asarray(shift, x.dtype)
+
+
+@lowering("uniform", lifts=True)
+def uniform_op(self, low=0.0, high=1.0, *, generator):
+    drawn = opmath(uniform(generator, self.shape, self.dtype))
+    low, high = (jnp.asarray(v, self.dtype) for v in (low, high))
+    inside = (drawn * (high - low).astype(drawn.dtype) + low.astype(drawn.dtype)).astype(self.dtype)
+    # Rounding may reach `to`, which the interval excludes.
+    return jnp.minimum(inside, lax.nextafter(high, low))
+
+
+@lowering("normal_functional", "normal_", lifts=True)
+def normal_op(self, mean=0.0, std=1.0, *, generator):
+    return _scaled(normal(generator, self.shape, self.dtype), std, mean)
+
+
+@lowering("normal.Tensor_float", lifts=True)
+def normal_mean(mean, std=1.0, *, generator):
+    return normal(generator, mean.shape, mean.dtype) * std + mean
+
+
+@lowering("normal.float_Tensor", lifts=True)
+def normal_std(mean, std, *, generator, ctx):
+    return normal_mean_std(jnp.asarray(mean, std.dtype), std, generator=generator, ctx=ctx)
+
+
+@lowering("normal.Tensor_Tensor")
+def normal_mean_std(mean, std, *, generator, ctx):
+    if not jnp.issubdtype(std.dtype, jnp.complexfloating):
+        ctx.check(std >= 0, "normal expects all elements of std >= 0.0", RuntimeError)
+    shape = jnp.broadcast_shapes(mean.shape, std.shape)
+    return normal(generator, shape, mean.dtype) * std + mean
+
+
+@lowering("log_normal", lifts=True)
+def log_normal(self, mean=1.0, std=2.0, *, generator):
+    return jnp.exp(_scaled(normal(generator, self.shape, self.dtype), std, mean))
+
+
+@lowering("exponential", lifts=True)
+def exponential_op(self, lambd=1.0, *, generator):
+    drawn = exponential(generator, self.shape, _real(self.dtype))
+    return drawn / jnp.asarray(lambd, drawn.dtype)
+
+
+@lowering("cauchy", lifts=True)
+def cauchy(self, median=0.0, sigma=1.0, *, generator):
+    angle = (open_uniform(generator, self.shape, self.dtype) - 0.5) * math.pi
+    return _scaled(jnp.tan(angle), sigma, median)
+
+
+@lowering("geometric", lifts=True)
+def geometric(self, p, *, generator):
+    drawn = open_uniform(generator, self.shape, _real(self.dtype))
+    return jnp.maximum(jnp.ceil(jnp.log(drawn) / jnp.log1p(-jnp.asarray(p, drawn.dtype))), 1)
+
+
+def _integers(generator: Any, shape: tuple[int, ...], low: int, span: int) -> Any:
+    """Integers in [low, low + span), modulo a number of bits that keeps the bias below 2**-4 of 2**-32."""
+    if span == 1 << 64:
+        return lax.bitcast_convert_type(bits(generator, shape, 64), jnp.int64)
+    if span < 1 << 16:
+        return (bits(generator, shape) % jnp.uint32(span)).astype(jnp.int64) + low
+    return lax.bitcast_convert_type(bits(generator, shape, 64) % jnp.uint64(span), jnp.int64) + low
+
+
+def _largest(dtype: Any) -> int:
+    """The largest integer `random_` draws into a dtype: for floats the last one before integers have gaps."""
+    if dtype == jnp.bool_:
+        return 1
+    if jnp.issubdtype(dtype, jnp.floating):
+        return 1 << (jnp.finfo(dtype).nmant + 1)
+    return int(jnp.iinfo(dtype).max)
+
+
+@lowering("random")
+def random(self, *, generator):
+    return _integers(generator, self.shape, 0, _largest(self.dtype) + 1)
+
+
+@lowering("random.to")
+def random_to(self, to, *, generator):
+    return _integers(generator, self.shape, 0, to)
+
+
+@lowering("random.from")
+def random_from(self, low, to, *, generator):
+    return _integers(generator, self.shape, low, (_largest(self.dtype) + 1 if to is None else to) - low)
+
+
+@lowering("randperm.generator")
+def randperm(n, *, generator, **_):
+    # A third key keeps equal draws in order; with 64 random bits they do not occur.
+    high, low = bits(generator, (2, n))
+    return lax.sort((high, low, jnp.arange(n, dtype=jnp.int64)), num_keys=2)[2]
+
+
+def _below(generator: Any, shape: tuple[int, ...], p: Any) -> Any:
+    """True with probability `p`."""
+    p = jnp.asarray(p)
+    drawn = uniform(generator, shape, jnp.float64 if p.dtype == jnp.float64 and p.ndim else jnp.float32)
+    return drawn < p.astype(drawn.dtype)
+
+
+@lowering("bernoulli")
+def bernoulli(self, *, generator, ctx):
+    return _bernoulli(self.shape, self, generator, ctx)
+
+
+@lowering("bernoulli.Tensor")
+def bernoulli_tensor(self, p, *, generator, ctx):
+    return _bernoulli(self.shape, p, generator, ctx)
+
+
+@lowering("bernoulli.p", lifts=True)
+def bernoulli_p(self, p, *, generator):
+    return _below(generator, self.shape, p)
+
+
+@lowering("bernoulli_.float", lifts=True)
+def bernoulli_float_(self, p=0.5, *, generator):
+    return _below(generator, self.shape, p)
+
+
+def _bernoulli(shape: tuple[int, ...], p: Any, generator: Any, ctx: Any) -> Any:
+    ctx.check((p >= 0) & (p <= 1), "Expected p_in >= 0 && p_in <= 1 to be true, but got false.", RuntimeError)
+    return _below(generator, shape, p)
+
+
+@lowering("native_dropout", structural={"p": (0.0, 1.0)}, lifts=True, random=True)
+def native_dropout(input, p, train, *, generator):
+    if train is False:
+        return input, jnp.ones(input.shape, jnp.bool_)
+    keep = 1.0 - p
+    mask = _below(generator, input.shape, keep)
+    if isinstance(p, float) and p == 1.0:
+        return jnp.zeros_like(input), mask
+    kept = opmath(input)
+    return jnp.where(mask, kept * jnp.asarray(1.0 / keep, kept.dtype), jnp.zeros_like(kept)), mask
+
+
+@lowering("native_dropout_backward", lifts=True)
+def native_dropout_backward(grad_output, mask, scale):
+    grad = opmath(grad_output)
+    return grad * (mask.astype(grad.dtype) * jnp.asarray(scale, grad.dtype))
+
+
+@lowering("rrelu_with_noise")
+def rrelu_with_noise(self, noise, lower=0.125, upper=1 / 3, training=False, generator=None):
+    x = opmath(self)
+    if not training:
+        return jnp.where(x > 0, x, x * jnp.asarray((lower + upper) / 2, x.dtype)), noise
+    slope = _scaled(uniform(generator, self.shape, x.dtype), upper - lower, lower)
+    slope = jnp.where(x <= 0, slope, jnp.ones_like(slope))
+    return x * slope, slope
+
+
+@lowering("rrelu_with_noise_backward", structural={"lower": None, "upper": None})
+def rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, self_is_result):
+    grad = opmath(grad_output)
+    if training and upper - lower > 1e-6:
+        return grad * noise
+    return jnp.where(self > 0, grad, grad * jnp.asarray((lower + upper) / 2, grad.dtype))
+
+
+@lowering("multinomial")
+def multinomial(self, num_samples, replacement=False, *, generator, ctx):
+    p = opmath(self)
+    valid = (p >= 0) & (p < jnp.inf)
+    ctx.check(valid, "probability tensor contains either `inf`, `nan` or element < 0", RuntimeError)
+    total = p.sum(-1)
+    ctx.check(total > 0, "invalid multinomial distribution (sum of probabilities <= 0)", RuntimeError)
+    if not replacement or num_samples == 1:
+        race = p / exponential(generator, p.shape, p.dtype)
+        return lax.top_k(race, num_samples)[1].astype(jnp.int64)
+    flat = p.reshape(-1, p.shape[-1])
+    drawn = uniform(generator, (flat.shape[0], num_samples), flat.dtype)
+    cdf = jnp.cumsum(flat, -1)
+    found = jax.vmap(lambda c, u: jnp.searchsorted(c, u * c[-1], side="right"))(cdf, drawn)
+    # u * total may round up to the total: the answer is then the last category of positive probability.
+    last = p.shape[-1] - 1 - jnp.argmax(flat[:, ::-1] > 0, -1)
+    return jnp.minimum(found, last[:, None]).astype(jnp.int64).reshape(*p.shape[:-1], num_samples)
+
+
+@lowering("poisson")
+def poisson(self, generator=None, *, ctx):
+    ctx.check(self >= 0, "invalid Poisson rate, expected rate to be non-negative", RuntimeError)
+    return jax.random.poisson(jax_key(generator), opmath(self), self.shape, jnp.int64)
+
+
+def _like_first(first: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(first)
+
+
+@lowering("binomial", infer=_like_first)
+def binomial(count, prob, generator=None):
+    dtype = jax_dtype(torch.promote_types(torch_dtype(_real(count.dtype)), torch_dtype(_real(prob.dtype))))
+    return jax.random.binomial(jax_key(generator), count.astype(dtype), prob.astype(dtype), count.shape, dtype)
+
+
+@lowering("_standard_gamma")
+def standard_gamma(self, generator=None):
+    return _gamma(generator, self)
+
+
+@lowering("_sample_dirichlet", infer=_like_first)
+def sample_dirichlet(self, generator=None):
+    # In logarithms: for small concentrations every gamma number of a row may underflow.
+    logs = jax.random.loggamma(jax_key(generator), opmath(self), self.shape, opmath(self).dtype)
+    return jnp.maximum(jax.nn.softmax(logs, -1), jnp.finfo(self.dtype).tiny)
+
+
+def _gamma(generator: Any, alpha: Any) -> Any:
+    alpha = opmath(alpha)
+    drawn = jax.random.gamma(jax_key(generator), alpha, alpha.shape, alpha.dtype)
+    return jnp.maximum(drawn, jnp.finfo(alpha.dtype).tiny)
+
+
+@lowering("_standard_gamma_grad", infer=_like_first)
+def standard_gamma_grad(self, output):
+    return lax.random_gamma_grad(opmath(self), opmath(output))
