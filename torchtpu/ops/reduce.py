@@ -1,0 +1,208 @@
+"""Reductions: in come an array and the dimensions to reduce, out go sums, norms, moments, extremes and their indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from torchtpu.ops.registry import as_dtype, jnp, lax, lowering, opmath
+
+
+def axes(dim: int | Iterable[int] | None, rank: int) -> tuple[int, ...]:
+    """The non-negative dimensions that `dim` names; None and an empty list name all of them."""
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    return tuple(sorted(d % rank for d in dims)) if rank and dims else tuple(range(rank))
+
+
+def _integral(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.integer)) or x.dtype == bool
+
+
+def _summand(x: Any, dtype: torch.dtype | None) -> Any:
+    """`x` in the dtype a sum or product accumulates in: int64 for integers and bool, float32 for bfloat16."""
+    if dtype is not None:
+        return opmath(as_dtype(x, dtype))
+    return x.astype(jnp.int64) if _integral(x) else opmath(x)
+
+
+def _count(x: Any, dims: tuple[int, ...]) -> int:
+    return math.prod(x.shape[d] for d in dims)
+
+
+@lowering("sum", "sum.dim_IntList")
+def sum_dim(x, dim=None, keepdim=False, *, dtype=None):
+    return jnp.sum(_summand(x, dtype), axes(dim, x.ndim), keepdims=keepdim)
+
+
+@lowering("nansum")
+def nansum(x, dim=None, keepdim=False, *, dtype=None):
+    return jnp.sum(_summand(jnp.where(jnp.isnan(x), 0, x), dtype), axes(dim, x.ndim), keepdims=keepdim)
+
+
+@lowering("mean", "mean.dim")
+def mean(x, dim=None, keepdim=False, *, dtype=None):
+    dims = axes(dim, x.ndim)
+    total = jnp.sum(opmath(x if dtype is None else as_dtype(x, dtype)), dims, keepdims=keepdim)
+    return total / jnp.asarray(_count(x, dims), total.real.dtype)
+
+
+@lowering("prod", "prod.dim_int")
+def prod(x, dim=None, keepdim=False, *, dtype=None):
+    return jnp.prod(_summand(x, dtype), axes(dim, x.ndim), keepdims=keepdim)
+
+
+@lowering("count_nonzero", "count_nonzero.dim_IntList")
+def count_nonzero(x, dim=None):
+    return jnp.sum(x != 0, axes(dim, x.ndim), dtype=jnp.int64)
+
+
+@lowering("any", "any.dim", "any.dims")
+def any_dim(x, dim=None, keepdim=False):
+    return _logical(jnp.any, x, dim, keepdim)
+
+
+@lowering("all", "all.dim", "all.dims")
+def all_dim(x, dim=None, keepdim=False):
+    return _logical(jnp.all, x, dim, keepdim)
+
+
+def _logical(function: Any, x: Any, dim: Any, keepdim: bool) -> Any:
+    # an empty list reduces nothing here, unlike in every other reduction
+    dims = () if isinstance(dim, (tuple, list)) and not dim else axes(dim, x.ndim)
+    return function(x != 0, dims, keepdims=keepdim)
+
+
+@lowering("trace")
+def trace(x):
+    return jnp.sum(_summand(jnp.diagonal(x), None))
+
+
+# Extremes.  NaN is larger and smaller than everything; the index of an extreme is that of its first occurrence.
+
+
+@lowering("amax", "max")
+def amax(x, dim=None, keepdim=False):
+    return jnp.max(x, axes(dim, x.ndim), keepdims=keepdim)
+
+
+@lowering("amin", "min")
+def amin(x, dim=None, keepdim=False):
+    return jnp.min(x, axes(dim, x.ndim), keepdims=keepdim)
+
+
+@lowering("aminmax", "_aminmax", "_aminmax.dim")
+def aminmax(x, dim=None, keepdim=False):
+    return amin(x, dim, keepdim), amax(x, dim, keepdim)
+
+
+@lowering("max.dim")
+def max_dim(x, dim, keepdim=False):
+    return amax(x, dim, keepdim), argmax(x, dim, keepdim)
+
+
+@lowering("min.dim")
+def min_dim(x, dim, keepdim=False):
+    return amin(x, dim, keepdim), argmin(x, dim, keepdim)
+
+
+@lowering("argmax")
+def argmax(x, dim=None, keepdim=False):
+    return _position(lax.argmax, x, dim, keepdim)
+
+
+@lowering("argmin")
+def argmin(x, dim=None, keepdim=False):
+    return _position(lax.argmin, x, dim, keepdim)
+
+
+def _position(function: Any, x: Any, dim: int | None, keepdim: bool) -> Any:
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    if dim is None or x.ndim == 0:
+        found = function(x.reshape(-1), 0, jnp.int64)
+        return found.reshape((1,) * x.ndim) if keepdim else found
+    found = function(x, dim % x.ndim, jnp.int64)
+    return jnp.expand_dims(found, dim) if keepdim else found
+
+
+# Moments
+
+
+@lowering("var.correction", structural={"correction": None})
+def var(x, dim=None, *, correction=None, keepdim=False):
+    return _moments(x, dim, correction, keepdim)[0]
+
+
+@lowering("std.correction", structural={"correction": None})
+def std(x, dim=None, *, correction=None, keepdim=False):
+    return jnp.sqrt(_moments(x, dim, correction, keepdim)[0])
+
+
+@lowering("var_mean.correction", structural={"correction": None})
+def var_mean(x, dim=None, *, correction=None, keepdim=False):
+    return _moments(x, dim, correction, keepdim)
+
+
+@lowering("std_mean.correction", structural={"correction": None})
+def std_mean(x, dim=None, *, correction=None, keepdim=False):
+    variance, center = _moments(x, dim, correction, keepdim)
+    return jnp.sqrt(variance), center
+
+
+def _moments(x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple[Any, Any]:
+    x, dims = opmath(x), axes(dim, x.ndim)
+    center = mean(x, dims, keepdim=True)
+    distance = x - center
+    squares = jnp.sum((distance * distance.conj()).real, dims, keepdims=keepdim)
+    freedom = max(_count(x, dims) - (1 if correction is None else correction), 0)
+    return squares / jnp.asarray(freedom, squares.dtype), center if keepdim else jnp.squeeze(center, dims)
+
+
+# Norms
+
+
+@lowering("linalg_vector_norm", structural={"ord": None})
+def linalg_vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    x, dims = opmath(x if dtype is None else as_dtype(x, dtype)), axes(dim, x.ndim)
+    if ord == 2:
+        return jnp.sqrt(jnp.sum((x * x.conj()).real, dims, keepdims=keepdim))
+    size = jnp.abs(x)
+    if ord == math.inf:
+        return jnp.max(size, dims, keepdims=keepdim, initial=0)
+    if ord == -math.inf:
+        return jnp.min(size, dims, keepdims=keepdim)
+    if ord == 0:
+        return jnp.sum(x != 0, dims, keepdims=keepdim, dtype=size.dtype)
+    if ord == 1:
+        return jnp.sum(size, dims, keepdims=keepdim)
+    return jnp.sum(size**ord, dims, keepdims=keepdim) ** (1 / ord)
+
+
+@lowering("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", structural={"p": None})
+def norm(x, p, dim, keepdim=False, *, dtype=None):
+    return linalg_vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@lowering("norm.Scalar", "norm.ScalarOpt_dtype", structural={"p": None})
+def norm_all(x, p=2, *, dtype=None):
+    return linalg_vector_norm(x, 2 if p is None else p, dtype=dtype)
+
+
+@lowering("renorm", structural={"p": None})
+def renorm(x, p, dim, maxnorm):
+    others = [d for d in range(x.ndim) if d != dim % x.ndim]
+    size = linalg_vector_norm(x, p, others, keepdim=True)
+    return opmath(x) * jnp.where(size > maxnorm, maxnorm / (size + 1e-7), 1)
+
+
+@lowering("logsumexp")
+def logsumexp(x, dim, keepdim=False):
+    x, dims = opmath(x.astype(jnp.float32) if _integral(x) else x), axes(dim, x.ndim)
+    if x.size == 0:
+        return jnp.log(jnp.sum(jnp.exp(x), dims, keepdims=keepdim))
+    top = jnp.max(x.real, dims, keepdims=True)
+    top = lax.stop_gradient(jnp.where(jnp.isinf(top), 0, top))
+    total = jnp.log(jnp.sum(jnp.exp(x - top), dims, keepdims=True)) + top
+    return total if keepdim else jnp.squeeze(total, dims)
