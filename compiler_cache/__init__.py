@@ -1,0 +1,43 @@
+"""The compiled-program cache: in come named key parts and bytes, out come the bytes another process compiled.
+
+`open_store()` gives the store that the environment asks for.  Nothing here imports torch, jax or the rest of torchtpu.
+"""
+
+from __future__ import annotations
+
+if __name__ != "torchtpu.compiler_cache":
+    raise ImportError(f"import this package as torchtpu.compiler_cache, not as {__name__}: there must be one copy")
+
+from .bundle import BundleError, Imported, export_bundle, import_bundle
+from .catalog import EntryFile, Nearest
+from .entry import DamagedEntry
+from .key import Difference, Key, difference, explain, fingerprint
+from .locate import default_directory, open_store
+from .store import DirectoryStore, NullStore, Stats, Store
+from .target import Target, canonical_text, compiler_line, host_cpu_features, program_key
+
+__all__ = [
+    "BundleError",
+    "DamagedEntry",
+    "Difference",
+    "DirectoryStore",
+    "EntryFile",
+    "Imported",
+    "Key",
+    "Nearest",
+    "NullStore",
+    "Stats",
+    "Store",
+    "Target",
+    "canonical_text",
+    "compiler_line",
+    "default_directory",
+    "difference",
+    "explain",
+    "export_bundle",
+    "fingerprint",
+    "host_cpu_features",
+    "import_bundle",
+    "open_store",
+    "program_key",
+]

@@ -1,0 +1,142 @@
+"""Who builds: in comes a key's digest, out goes either the right to build it or what another thread or process built.
+
+Threads of one process meet in `Flights`, processes in `KeyLock`.  A lock is a flock, which the kernel drops when its
+holder dies, so nobody waits for a killed builder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Flight:
+    """One build in progress: the thread that builds, and the payload once there is one."""
+
+    def __init__(self) -> None:
+        self.builder = threading.get_ident()
+        self.payload: bytes | None = None
+        self._landed = threading.Event()
+
+    def wait(self) -> bytes | None:
+        """What the builder built; None where it failed and somebody else has to build."""
+        self._landed.wait()
+        return self.payload
+
+    def land(self, payload: bytes | None) -> None:
+        self.payload = payload
+        self._landed.set()
+
+
+class Flights:
+    """The builds in progress in this process, by digest."""
+
+    def __init__(self) -> None:
+        self._reset()
+        renew = weakref.WeakMethod(self._reset)
+        os.register_at_fork(after_in_child=lambda: (method := renew()) and method())
+
+    def build(self, digest: str, build: Callable[[], bytes]) -> tuple[bytes, bool]:
+        """The payload, and whether this call built it.
+
+        At most one thread runs `build` at a time.  What it raises reaches its own caller only; a waiter then builds.
+        """
+        while True:
+            with self._mutex:
+                flight = self._flights.get(digest)
+                leads = flight is None
+                if flight is None:
+                    flight = self._flights[digest] = Flight()
+            if leads:
+                return self._lead(digest, flight, build), True
+            if flight.builder == threading.get_ident():
+                return build(), True  # a build that needs its own key: waiting for itself would never end
+            payload = flight.wait()
+            if payload is not None:
+                return payload, False
+
+    def _lead(self, digest: str, flight: Flight, build: Callable[[], bytes]) -> bytes:
+        payload = None
+        try:
+            payload = build()
+            return payload
+        finally:
+            with self._mutex:
+                self._flights.pop(digest, None)
+            flight.land(payload)
+
+    def _reset(self) -> None:
+        # A forked child has none of the threads that build or hold the mutex.
+        self._mutex = threading.Lock()
+        self._flights: dict[str, Flight] = {}
+
+
+class KeyLock:
+    """The lock files below one directory; a lock file exists only while it is held, or since its holder was killed.
+
+    Kept to flock itself rather than a lock library: the lock file is deleted at release, which is safe only with the
+    inode check below, and a forked DataLoader worker has to drop its copy of a held descriptor, or it would keep the
+    lock of a parent that died.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._held: set[int] = set()
+        drop = weakref.WeakMethod(self._drop_inherited)
+        os.register_at_fork(after_in_child=lambda: (method := drop()) and method())
+
+    def try_lock(self, name: str) -> int | None:
+        """A descriptor that holds the lock, or None where another holds it; OSError where no lock can be made."""
+        path = os.path.join(self._directory, name)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._held.add(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between our open and our flock the last holder may have deleted this file: such a lock excludes nobody.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except OSError:
+            self._close(descriptor)
+            raise
+        self._close(descriptor)
+        return None
+
+    def unlock(self, name: str, descriptor: int) -> None:
+        """Gives the lock back and deletes its file."""
+        try:
+            os.unlink(os.path.join(self._directory, name))
+        except OSError:
+            pass  # a file that stays is only an empty file; the sweep takes it
+        finally:
+            self._close(descriptor)
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[bool]:
+        """Whether the lock was free; it is held inside the block where it was."""
+        descriptor = self.try_lock(name)
+        try:
+            yield descriptor is not None
+        finally:
+            if descriptor is not None:
+                self.unlock(name, descriptor)
+
+    def sweep(self) -> None:
+        """Deletes the lock files of killed holders."""
+        for name in os.listdir(self._directory):
+            descriptor = self.try_lock(name)
+            if descriptor is not None:
+                self.unlock(name, descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        self._held.discard(descriptor)
+        os.close(descriptor)
+
+    def _drop_inherited(self) -> None:
+        for descriptor in list(self._held):
+            self._close(descriptor)

@@ -1,0 +1,76 @@
+"""Where the cache is: in come environment variables, out goes the store that they ask for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+
+from .store import MAX_BYTES, DirectoryStore, NullStore, Store
+from .trust import make_private, untrusted
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+_log = logging.getLogger("torchtpu.compiler_cache")
+
+
+def open_store(environment: Mapping[str, str] = os.environ) -> Store:
+    """The store that TORCHTPU_CACHE, _CACHE_DIR, _CACHE_MAX_BYTES and _CACHE_TRUSTED_DIRS ask for.
+
+    Logs one line and keeps nothing where the directory cannot be used safely; never raises.
+    """
+    mode = environment.get("TORCHTPU_CACHE", "").lower() or "on"
+    if mode == "off":
+        return NullStore("TORCHTPU_CACHE=off")
+    if mode not in ("on", "read"):
+        _log.warning("cache: TORCHTPU_CACHE=%s is none of on, read, off; taken as on", mode)
+    directory = default_directory(environment)
+    problem = "there is no home directory" if directory is None else _problem(directory, makes=mode != "read")
+    if problem is not None:
+        _log.warning("cache: not used: %s (TORCHTPU_CACHE_DIR names another directory)", problem)
+        directory = None
+    layers = tuple(_layers(environment.get("TORCHTPU_CACHE_TRUSTED_DIRS", "")))
+    if directory is None and not layers:
+        return NullStore(problem or "")
+    max_bytes = _nbytes(environment.get("TORCHTPU_CACHE_MAX_BYTES", ""))
+    return DirectoryStore(directory, layers=layers, writes=mode != "read", max_bytes=max_bytes)
+
+
+def default_directory(environment: Mapping[str, str] = os.environ) -> str | None:
+    """$TORCHTPU_CACHE_DIR, else torchtpu in the user's XDG cache directory; None where there is no home."""
+    chosen = environment.get("TORCHTPU_CACHE_DIR")
+    if chosen:
+        return os.path.abspath(os.path.expanduser(chosen))
+    base = environment.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "torchtpu") if os.path.isabs(base) else None
+
+
+def _problem(directory: str, *, makes: bool) -> str | None:
+    """Why `directory` cannot be used, or None; it is there afterwards where it `makes` one."""
+    try:
+        if makes:
+            make_private(directory)
+    except OSError as error:
+        return f"{directory} cannot be made ({error.strerror})"
+    return untrusted(directory)
+
+
+def _layers(listed: str) -> Iterator[str]:
+    for directory in filter(None, listed.split(os.pathsep)):
+        problem = untrusted(directory, named_by_user=True)
+        if problem is None:
+            yield os.path.abspath(directory)
+        else:
+            _log.warning("cache: trusted directory not used: %s", problem)
+
+
+def _nbytes(text: str) -> int:
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    try:
+        return max(0, int(float(number.removesuffix(unit)) * _UNITS[unit])) if number else MAX_BYTES
+    except (ValueError, OverflowError):
+        _log.warning("cache: TORCHTPU_CACHE_MAX_BYTES=%s is not a size such as 20G; taken as %d", text, MAX_BYTES)
+        return MAX_BYTES

@@ -1,0 +1,371 @@
+"""The store: in comes a key, out come the bytes that some process built for it, or the caller's own build of them.
+
+No method raises for what the disk or another user does: an unusable directory is a store that keeps nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import final
+
+from . import catalog
+from .entry import DamagedEntry, Entry, Note, encode, read_entry
+from .flight import Flights, KeyLock
+from .key import Key
+from .trust import make_private, untrusted_file
+
+MAX_BYTES = 10 * 2**30
+MAX_ENTRIES = 100_000
+_TOUCH_SECONDS = 60.0
+_WAIT_LOG_SECONDS = 10.0
+_WAIT_LIMIT_SECONDS = 3600.0
+_RETRY_SECONDS = 300.0
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+
+_log = logging.getLogger("torchtpu.compiler_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts since the store was opened; `saved_ms` is what the entries that were hit once took to build."""
+
+    hits: int = 0
+    misses: int = 0
+    waits: int = 0
+    builds: int = 0
+    stored: int = 0
+    damaged: int = 0
+    discarded: int = 0
+    evicted: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    saved_ms: float = 0.0
+
+
+class Store(ABC):
+    """What every store does; `get_or_build` runs one build per key at a time, whether or not anything is kept."""
+
+    def __init__(self) -> None:
+        self._flights = Flights()
+        self._counting = threading.Lock()
+        self._stats = Stats()  # guarded by _counting
+
+    @property
+    @abstractmethod
+    def keeps(self) -> bool:
+        """Whether a put may be found again, so that making its payload is worth the while."""
+
+    @abstractmethod
+    def get(self, key: Key) -> bytes | None:
+        """The payload stored under `key`, unchanged, or None."""
+
+    @abstractmethod
+    def put(self, key: Key, payload: bytes, note: Note | None = None) -> bool:
+        """Stores `payload`; whether it is now on disk.  `note` is shown to people and is no part of the key."""
+
+    @abstractmethod
+    def discard(self, key: Key, reason: str) -> None:
+        """Forgets an entry that was read unchanged but that its user could not load; logged and counted."""
+
+    @final
+    def get_or_build(self, key: Key, build: Callable[[], bytes], note: Note | None = None) -> bytes:
+        """The stored payload, or what `build` returns, which is then stored.
+
+        Of all threads and processes that ask for one key, one builds and the others wait for it.  Raises what `build`
+        raises; whoever waited for a failed or killed build then builds.  `build` may itself use this store.
+        """
+        payload = self.get(key)
+        if payload is not None:
+            return payload
+        payload, is_own = self._flights.build(key.digest, lambda: self._build(key, build, note or {}))
+        if not is_own:
+            self._count(waits=1)
+        return payload
+
+    def stats(self) -> Stats:
+        """What this process did with the store so far."""
+        with self._counting:
+            return self._stats
+
+    def _build(self, key: Key, build: Callable[[], bytes], note: Note) -> bytes:
+        self._count(builds=1)
+        return build()
+
+    def _count(self, **more: float) -> None:
+        with self._counting:
+            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
+
+@final
+class NullStore(Store):
+    """Keeps nothing; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+    @property
+    def keeps(self) -> bool:
+        return False
+
+    def get(self, key: Key) -> bytes | None:
+        self._count(misses=1)
+        return None
+
+    def put(self, key: Key, payload: bytes, note: Note | None = None) -> bool:
+        return False
+
+    def discard(self, key: Key, reason: str) -> None:
+        self._count(discarded=1)
+
+
+@final
+class DirectoryStore(Store):
+    """A directory of entries, shared by every process of one user, and read-only layers below it.
+
+    `directory` is None where only the layers may be read.  With `writes` False nothing on disk is changed.  Both are
+    trusted as they are: `open_store` is what looks at who may write to them.
+    """
+
+    def __init__(
+        self,
+        directory: str | None,
+        *,
+        layers: tuple[str, ...] = (),
+        writes: bool = True,
+        max_bytes: int = MAX_BYTES,
+        max_entries: int = MAX_ENTRIES,
+    ) -> None:
+        super().__init__()
+        self.directory = None if directory is None else os.path.abspath(directory)
+        self.layers = layers
+        self.max_bytes = max_bytes
+        self.max_entries = max_entries
+        self._locks = KeyLock(os.path.join(self.directory or "", catalog.LOCKS))
+        self._resumes = 0.0 if writes and directory is not None else float("inf")  # when puts are tried (again)
+        self._unswept: int | None = None  # bytes written since this process last swept
+        self._said: set[str] = set()
+
+    @property
+    def keeps(self) -> bool:
+        return time.monotonic() >= self._resumes
+
+    def get(self, key: Key) -> bytes | None:
+        entry = self._read(key)
+        if entry is None:
+            self._count(misses=1)
+            if _log.isEnabledFor(logging.DEBUG):
+                self._log_miss(key)
+            return None
+        saved = entry.note.get("build_ms")
+        self._count(hits=1, saved_ms=saved if isinstance(saved, int | float) else 0.0)
+        return entry.payload
+
+    def put(self, key: Key, payload: bytes, note: Note | None = None) -> bool:
+        stored = self._publish(key, encode(key, payload, note or {}), payload)
+        self._sweep_if_due()
+        return stored
+
+    def discard(self, key: Key, reason: str) -> None:
+        self._count(discarded=1)
+        _log.warning("cache: %s %s does not load (%s); it will be built again", key.kind, key.digest[:12], reason)
+        self._forget(key)
+
+    def nearest(self, key: Key) -> catalog.Nearest | None:
+        """The local entry whose key differs from `key` in the fewest parts."""
+        return None if self.directory is None else catalog.nearest(self.directory, key)
+
+    def entries(self) -> Iterator[catalog.EntryFile]:
+        """Every local entry, in no order."""
+        return iter(()) if self.directory is None else catalog.entries(self.directory)
+
+    def damaged(self) -> Iterator[tuple[catalog.EntryFile, str]]:
+        """Every local entry that is not whole and unchanged, and why; reads all of them."""
+        return iter(()) if self.directory is None else catalog.damaged(self.directory)
+
+    def prune(self, max_bytes: int | None = None) -> catalog.Swept:
+        """Deletes the entries used longest ago until the rest fits; by default into the store's own bound."""
+        if self.directory is None or not self.keeps:
+            return catalog.Swept(0, 0, 0)
+        swept = catalog.sweep(self.directory, self.max_bytes if max_bytes is None else max_bytes, self.max_entries)
+        self._count(evicted=swept.evicted)
+        return swept
+
+    def _build(self, key: Key, build: Callable[[], bytes], note: Note) -> bytes:
+        lock = self._wait_for_turn(key)
+        if isinstance(lock, bytes):
+            return lock
+        try:
+            self._count(builds=1)
+            started = time.perf_counter()
+            payload = build()
+            timed = {"build_ms": round((time.perf_counter() - started) * 1000, 3), **note}
+            self._publish(key, encode(key, payload, timed), payload)
+        finally:
+            if lock is not None:
+                self._locks.unlock(key.digest, lock)
+        self._sweep_if_due()
+        return payload
+
+    def _wait_for_turn(self, key: Key) -> int | bytes | None:
+        """The held lock, or the payload that another process built meanwhile, or None where there can be no lock."""
+        started, pause, said = time.monotonic(), 0.002, False
+        while self.keeps:
+            try:
+                lock = self._locks.try_lock(key.digest)
+            except FileNotFoundError:
+                if not self._make_directory(catalog.LOCKS):
+                    return None
+                continue
+            except OSError as error:
+                self._cannot_write(error)
+                return None
+            # After the lock, not before: the last holder may have published in between.
+            entry = self._read(key)
+            if entry is not None:
+                if lock is not None:
+                    self._locks.unlock(key.digest, lock)
+                self._count(waits=1)
+                return entry.payload
+            if lock is not None:
+                return lock
+            waited = time.monotonic() - started
+            if waited > _WAIT_LIMIT_SECONDS:
+                return None
+            if waited > _WAIT_LOG_SECONDS and not said:
+                said = True
+                _log.info("cache: waiting for another process that builds %s %s", key.kind, key.digest[:12])
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+        return None
+
+    def _read(self, key: Key) -> Entry | None:
+        for directory in ((self.directory,) if self.directory is not None else ()) + self.layers:
+            is_layer = directory is not self.directory
+            path = catalog.entry_path(directory, key.kind, key.digest)
+            try:
+                entry = self._read_trusted(path, key, is_layer)
+            except FileNotFoundError:
+                continue
+            except (DamagedEntry, OSError) as error:
+                self._count(damaged=1)
+                self._say(path, f"{path} is not used: {error}")
+                if isinstance(error, DamagedEntry) and not is_layer:
+                    self._forget(key)
+                continue
+            self._count(read_bytes=len(entry.payload))
+            return entry
+        return None
+
+    def _read_trusted(self, path: str, key: Key, is_layer: bool) -> Entry:
+        """The entry; PermissionError where somebody else may have put it there."""
+        shard = os.path.dirname(path)
+        problem = untrusted_file(shard, os.lstat(shard), named_by_user=is_layer)
+        # Not following a link, and not waiting for a pipe's writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            problem = problem or untrusted_file(path, status, named_by_user=is_layer)
+            if problem is not None:
+                raise PermissionError(problem)
+            entry = read_entry(file, key)
+            if not is_layer and self.keeps and abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
+                self._touch(descriptor)
+        return entry
+
+    def _touch(self, descriptor: int) -> None:
+        try:
+            os.utime(descriptor)
+        except OSError:
+            pass  # a disk that has just become read-only: the entry is as good as before
+
+    def _publish(self, key: Key, head: bytes, payload: bytes) -> bool:
+        if self.directory is None or not self.keeps or len(head) + len(payload) > self.max_bytes:
+            return False
+        path = catalog.entry_path(self.directory, key.kind, key.digest)
+        temporary = os.path.join(self.directory, catalog.TMP, f"{os.getpid()}-{secrets.token_hex(8)}")
+        if not (self._make_directory(catalog.TMP) and self._make_directory(os.path.dirname(path))):
+            return False
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                with open(descriptor, "wb", buffering=0) as file:
+                    for piece in (head, payload):
+                        view = memoryview(piece)
+                        while view:
+                            view = view[file.write(view) :]
+                # Without fsync: what a power cut tears, the checksum refuses.
+                os.replace(temporary, path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            self._cannot_write(error)
+            return False
+        with self._counting:
+            self._unswept = None if self._unswept is None else self._unswept + len(head) + len(payload)
+        self._count(stored=1, written_bytes=len(head) + len(payload))
+        return True
+
+    def _make_directory(self, name: str) -> bool:
+        """Whether the directory `name` below the store's is there now."""
+        try:
+            make_private(os.path.join(self.directory or "", name))
+        except OSError as error:
+            self._cannot_write(error)
+            return False
+        return True
+
+    def _forget(self, key: Key) -> None:
+        if self.directory is None or not self.keeps:
+            return
+        try:
+            os.unlink(catalog.entry_path(self.directory, key.kind, key.digest))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._cannot_write(error)
+
+    def _cannot_write(self, error: OSError) -> None:
+        """Stops writing (for a while where that may pass, as a full disk does) and says so once; reading goes on."""
+        self._resumes = time.monotonic() + _RETRY_SECONDS if error.errno in _PASSING else float("inf")
+        reason = error.strerror or str(error)
+        self._say("write", f"nothing is stored in {self.directory}: {reason}")
+
+    def _say(self, about: str, message: str) -> None:
+        """One log line about each thing."""
+        if about not in self._said:
+            self._said.add(about)
+            _log.warning("cache: %s", message)
+
+    def _sweep_if_due(self) -> None:
+        with self._counting:
+            due = self.keeps and (self._unswept is None or self._unswept > self.max_bytes // 50)
+            if due:
+                self._unswept = 0
+        if not due:
+            return
+        try:
+            self._make_directory(catalog.LOCKS)
+            with self._locks.held("sweep") as is_free:
+                if is_free:
+                    self.prune()
+                    self._locks.sweep()
+        except OSError as error:
+            self._cannot_write(error)
+
+    def _log_miss(self, key: Key) -> None:
+        near = self.nearest(key)
+        if near is None:
+            _log.debug("cache: miss %s %s, the first of its kind", key.kind, key.digest[:12])
+            return
+        parts, found = ", ".join(part.name for part in near.differences), near.entry.digest[:12]
+        _log.debug("cache: miss %s %s, nearest %s differs in %s", key.kind, key.digest[:12], found, parts)
