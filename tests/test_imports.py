@@ -1,0 +1,109 @@
+"""In: the source text of the package. Out: a failure where an import, a file or an op stands in the wrong place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sorted(p for folder in ("torchtpu", "runtime", "compiler_cache") for p in (ROOT / folder).rglob("*.py"))
+SCRIPTS = sorted(p for folder in ("examples", "benchmarks", "tests") for p in (ROOT / folder).rglob("*.py"))
+CPP = sorted((ROOT / "runtime" / "csrc").glob("*.*"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "torchtpu" else ("torchtpu", *parts))
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports anywhere, functions included."""
+    found: set[str] = set()
+    package = module_of(path).split(".")
+    package = package[:-1] if path.name != "__init__.py" else package[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            found.update({stem, *(f"{stem}.{alias.name}" for alias in node.names)})
+    return found
+
+
+def is_within(module: str, *packages: str) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+def test_compiler_cache_imports_nothing_of_ours() -> None:
+    for path in (p for p in PYTHON if name_of(p).startswith("compiler_cache/")):
+        ours = {
+            m
+            for m in imports_of(path)
+            if is_within(m, "torchtpu", "runtime", "torch") and not is_within(m, "torchtpu.compiler_cache")
+        }
+        assert ours <= {"torchtpu"}, f"{name_of(path)} imports {sorted(ours)}"
+
+
+def test_runtime_imports_only_itself_and_the_cache() -> None:
+    for path in (p for p in PYTHON if name_of(p).startswith("runtime/")):
+        above = {
+            m
+            for m in imports_of(path)
+            if is_within(m, "torchtpu") and not is_within(m, "torchtpu.runtime", "torchtpu.compiler_cache")
+        }
+        assert above <= {"torchtpu"}, f"{name_of(path)} imports {sorted(above)}"
+
+
+def test_lowerings_import_only_the_registry_and_each_other() -> None:
+    for path in (p for p in PYTHON if name_of(p).startswith("torchtpu/ops/")):
+        ours = {m for m in imports_of(path) if is_within(m, "torchtpu") and not is_within(m, "torchtpu.ops")}
+        assert ours <= {"torchtpu"}, f"{name_of(path)} imports {sorted(ours)}"
+
+
+def test_jax_is_imported_by_the_runtime_and_the_op_registry_only() -> None:
+    """`jaxlib`'s private surface is touched by runtime/ alone; op files take jax from the registry, which loads it late."""
+    for path in PYTHON:
+        if is_within(module_of(path), "torchtpu.runtime"):
+            continue
+        private = {m for m in imports_of(path) if is_within(m, "jaxlib", "jax._src")}
+        assert not private, f"{name_of(path)} imports {sorted(private)}"
+
+
+def test_each_op_is_lowered_in_one_place() -> None:
+    places: dict[str, list[str]] = {}
+    for path in PYTHON:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("lowering", "pointwise"):
+                platform = next((ast.unparse(k.value) for k in node.keywords if k.arg == "platform"), "")
+                for argument in node.args:
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                        where = f"{name_of(path)}:{argument.lineno}"
+                        places.setdefault(f"{argument.value} {platform}", []).append(where)
+    assert places
+    assert not {op: where for op, where in places.items() if len(where) > 1}
+
+
+@pytest.mark.parametrize("path", PYTHON + SCRIPTS, ids=name_of)
+def test_a_python_file_says_what_it_does_and_stays_short(path: Path) -> None:
+    text = path.read_text()
+    if not text.strip():
+        return
+    assert ast.get_docstring(ast.parse(text)), "the first line says what comes in and what goes out"
+    assert path in SCRIPTS or text.count("\n") <= 450, "a file this long holds two things"
+    assert not re.search(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b", text)
+
+
+@pytest.mark.parametrize("path", CPP, ids=name_of)
+def test_a_cpp_file_says_what_it_does(path: Path) -> None:
+    text = path.read_text()
+    said_in_header = text.startswith(f'#include "{path.stem}.h"')
+    assert text.startswith("//") or said_in_header, "the first line says what comes in and what goes out"
+    assert not re.search(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b", text)
