@@ -1,0 +1,123 @@
+"""Boxes: in comes a strided geometry over a row-major array, out goes the same view as a box of a reshaped array.
+
+A box reshapes the array to mixed-radix `factors` and takes a range of each, so that a view is a reshape, a slice, a
+transpose, a reshape and a broadcast, and a write is their inverse. Almost every view PyTorch makes is a box.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Range(NamedTuple):
+    """The indices `start, start + step, ...`, `count` of them."""
+
+    start: int
+    count: int
+    step: int
+
+    @property
+    def extent(self) -> int:
+        """How many indices lie between the first and the last, both included."""
+        return (self.count - 1) * self.step + 1
+
+
+class Box(NamedTuple):
+    """`factors` reshape the array, `ranges[k]` is taken of factor k, and `dims[d]` are the factors that view dimension
+    d runs over, coarse to fine (empty where its size is 1 or its stride 0).
+
+    `weights[k]` is the distance in elements between neighbours along factor k.
+    """
+
+    factors: Shape
+    weights: Shape
+    ranges: tuple[Range, ...]
+    dims: tuple[Shape, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every element of the array is taken."""
+        return all(r.count == f for r, f in zip(self.ranges, self.factors, strict=True))
+
+
+class _Dim(NamedTuple):
+    stride: int
+    size: int
+    index: int
+
+
+@functools.lru_cache(maxsize=65536)
+def find_box(shape: Shape, sizes: Shape, strides: Shape, offset: int) -> Box | None:
+    """The box that is this view of a row-major array of `shape`; None where there is none (or none was found).
+
+    All sizes are positive and the view is in bounds. A box that is returned is exact: its digits never carry.
+    """
+    total = math.prod(shape)
+    dims = [_Dim(st, n, i) for i, (n, st) in enumerate(zip(sizes, strides, strict=True)) if n != 1 and st != 0]
+    dims.sort(reverse=True)
+    for cuts in _chains(shape, dims, total):
+        box = _fit(cuts, dims, len(sizes), offset, total)
+        if box is not None:
+            return box
+    return None
+
+
+def _chains(shape: Shape, dims: list[_Dim], total: int) -> Iterator[list[int]]:
+    """Candidate radices, best first: the array's own dimensions, these split, then dimensions merged."""
+    own = list(itertools.accumulate(reversed(shape), lambda a, b: a * b, initial=1))
+    wanted = [c for d in reversed(dims) for c in (d.stride, d.stride * d.size)]
+    strides = [d.stride for d in dims]
+    seen: set[tuple[int, ...]] = set()
+    orders: list[Iterable[int]] = [own, own + wanted, own + strides, [*wanted, *own], [*strides, *own], strides]
+    if len(dims) <= 3:
+        orders += [c for k in range(len(wanted), -1, -1) for c in itertools.combinations(wanted, k)]
+    for order in orders:
+        chain = _chain(order, total)
+        if tuple(chain) not in seen:
+            seen.add(tuple(chain))
+            yield chain
+
+
+def _chain(cuts: Iterable[int], total: int) -> list[int]:
+    """The cuts, first come first served, that divide one another, between 1 and `total`."""
+    chain = [1, total] if total != 1 else [1]
+    for cut in cuts:
+        if cut not in chain and total % cut == 0 and all(cut % c == 0 or c % cut == 0 for c in chain):
+            chain.append(cut)
+    return sorted(chain)
+
+
+def _fit(cuts: list[int], dims: list[_Dim], rank: int, offset: int, total: int) -> Box | None:
+    weights = cuts[-2::-1]
+    factors = [b // a for a, b in itertools.pairwise(cuts)][::-1]
+    starts = [offset // w % f for w, f in zip(weights, factors, strict=True)]
+    ranges = [Range(start, 1, 1) for start in starts]
+    taken = [False] * len(factors)
+    merged: list[Shape] = [()] * rank
+    for dim in dims:
+        found = next((k for k, w in enumerate(weights) if w <= dim.stride), None)
+        if found is None or dim.stride % weights[found]:
+            return None
+        k, left, step, digits = found, dim.size, dim.stride // weights[found], []
+        while left > 1:
+            if k < 0 or taken[k]:
+                return None
+            count = left
+            if starts[k] + (left - 1) * step >= factors[k]:
+                # The dimension carries into the next factor, so each of its rounds has to use the same digits here.
+                count = factors[k] // step
+                if factors[k] % step or starts[k] >= step or left % count:
+                    return None
+            ranges[k] = Range(starts[k], count, step)
+            taken[k] = True
+            digits.append(k)
+            left //= count
+            k, step = k - 1, 1
+        merged[dim.index] = tuple(reversed(digits))
+    return Box(tuple(factors), tuple(weights), tuple(ranges), tuple(merged))

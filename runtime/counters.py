@@ -1,0 +1,42 @@
+"""Counters of what the engine did: the engine counts, torchtpu.metrics reads.
+
+Plain attributes: an increment may be lost when two threads race, which a metric can bear and a lock cannot pay for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Counters:
+    """Totals since the process started, or since `reset`."""
+
+    regions_planned: int = 0
+    programs_compiled: int = 0
+    compile_ms: float = 0.0
+    load_ms: float = 0.0
+    lower_ms: float = 0.0
+    fragment_traces: int = 0
+    fragment_hits_disk: int = 0
+    cache_hits_memory: int = 0
+    cache_hits_disk: int = 0
+    cache_misses: int = 0
+    cache_load_failures: int = 0
+    launches: int = 0
+    uploads: int = 0
+    bytes_uploaded: int = 0
+    downloads: int = 0
+    bytes_downloaded: int = 0
+    offset_variants: int = 0
+    cpu_fallbacks: Counter[str] = field(default_factory=Counter)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The totals as a plain dict."""
+        return asdict(self)
+
+    def reset(self) -> None:
+        """Sets every total to zero."""
+        self.__init__()  # type: ignore[misc]

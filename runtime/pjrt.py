@@ -1,0 +1,209 @@
+"""The client: in come program texts, tensors and arrays, out go executables and arrays. The only file that touches jaxlib.
+
+On the CPU platform the client is our own: no JAX backend starts, no TPU is probed for, and the user's JAX stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.core import ShapedArray
+from jax.sharding import SingleDeviceSharding
+from jaxlib import _jax, xla_client
+
+Aval = tuple[tuple[int, ...], torch.dtype]
+
+# Eager PyTorch rounds to bfloat16 after each op; XLA must not keep more bits between fused ops.
+_OPTIONS = (("xla_allow_excess_precision", False),)
+_POLL_SECONDS = 1e-3
+
+
+class Client:
+    """One PJRT client and its devices, numbered from 0."""
+
+    def __init__(self, platform: str, num_devices: int = 1) -> None:
+        self.platform = platform
+        if platform == "cpu":
+            self._client = xla_client.make_cpu_client(asynchronous=True, num_devices=num_devices)
+        else:
+            self._client = jax.extend.backend.get_backend(platform)
+        self.devices: list[Any] = list(self._client.local_devices())
+        self._shardings = [SingleDeviceSharding(d) for d in self.devices]
+        self._options = [self._compile_options(d) for d in self.devices]
+
+    @property
+    def lowering_platform(self) -> str:
+        """The platform's name in `lowering_platforms`: cpu, tpu or cuda."""
+        return {"gpu": "cuda"}.get(self.platform, self.platform)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the compiler and the kind of device that executables are built for."""
+        return f"{self._client.platform_version} {self.devices[0].device_kind} jaxlib-{xla_client._version}"
+
+    @property
+    def options_text(self) -> str:
+        """The compile options that change an executable, without device ids."""
+        return repr(_OPTIONS)
+
+    def close(self) -> None:
+        """Drops the client; arrays that are still held keep what they need of it."""
+        self.devices, self._shardings, self._options = [], [], []
+        self._client = None
+
+    # compile
+
+    def compile(self, text: str, device: int) -> Any:
+        """Compiles a StableHLO module for one device; raises what XLA raises. The GIL is released meanwhile."""
+        return self._client.compile_and_load(text, self._device_list(device), self._options[device])
+
+    def serialize(self, executable: Any) -> bytes:
+        """The executable as bytes that `deserialize` reads: native code, to be trusted like a shared library."""
+        data: bytes = executable.serialize()
+        return data
+
+    def deserialize(self, data: bytes, device: int) -> Any:
+        """Loads a serialized executable onto one device; raises where the bytes do not fit this client."""
+        return self._client.deserialize_executable(data, self._device_list(device), self._options[device])
+
+    def memory(self, executable: Any) -> tuple[int, int, int, int]:
+        """Bytes of (arguments, outputs, outputs that reuse an argument, temporaries) of one launch."""
+        stats = executable.get_compiled_memory_stats()
+        return (
+            stats.argument_size_in_bytes,
+            stats.output_size_in_bytes,
+            stats.alias_size_in_bytes,
+            stats.temp_size_in_bytes,
+        )
+
+    # run
+
+    def handlers(self, avals: Sequence[Aval], device: int) -> list[Any]:
+        """What makes arrays of a launch's outputs; made once per executable."""
+        return [
+            _jax.array_result_handler(
+                aval=_aval(shape, dtype), sharding=self._shardings[device], committed=True, _skip_checks=True
+            )
+            for shape, dtype in avals
+        ]
+
+    def execute(self, executable: Any, arguments: list[Any], handlers: list[Any]) -> list[Any]:
+        """Enqueues one launch and returns its arrays, which may still be pending."""
+        outputs: list[Any] = executable.execute_sharded(arguments).consume_with_handlers(handlers)
+        return outputs
+
+    def upload(self, tensor: torch.Tensor, device: int) -> Any:
+        """An array with the contents of a contiguous CPU tensor, which must not change afterwards.
+
+        On the CPU platform the array shares the tensor's memory where that is aligned to 64 bytes.
+        """
+        # A transposed tensor would import with a transposed layout, and a launch checks only the size in bytes.
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous CPU tensors are uploaded"
+        tensor = tensor.detach()
+        if self.platform == "cpu":
+            capsule = torch.utils.dlpack.to_dlpack(tensor)
+            return _jax.dlpack_managed_tensor_to_buffer(capsule, self.devices[device], None)
+        host = _numpy(tensor)
+        aval = _aval(tuple(tensor.shape), tensor.dtype)
+        return _jax.batched_device_put(aval, self._shardings[device], [host], [self.devices[device]])
+
+    def copy(self, array: Any, device: int) -> Any:
+        """The array on another device."""
+        aval = ShapedArray(array.shape, array.dtype)
+        return _jax.batched_device_put(aval, self._shardings[device], [array], [self.devices[device]])
+
+    def download(self, array: Any) -> torch.Tensor:
+        """A contiguous CPU tensor of the array's contents (on the CPU platform of its memory); waits for it."""
+        self.wait(array)
+        if self.platform == "cpu":
+            tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array))
+            return tensor
+        return _from_numpy(np.asarray(array))
+
+    def is_ready(self, array: Any) -> bool:
+        """Whether the array's contents are there."""
+        ready: bool = array.is_ready()
+        return ready
+
+    def wait(self, array: Any) -> None:
+        """Returns when the array is ready, raises what its computation raised. Ctrl-C works in the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            pause = 1e-5
+            while not array.is_ready():
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL_SECONDS)
+        array.block_until_ready()
+
+    def aval(self, array: Any) -> Aval:
+        """Shape and dtype of an array."""
+        return tuple(array.shape), _torch_dtype(array.dtype)
+
+    # trace
+
+    @contextlib.contextmanager
+    def tracing(self, precision: str) -> Iterator[None]:
+        """Within it this thread's JAX traces with 64-bit types on and, whatever the user set, with defaults.
+
+        `precision` is that of `torch.set_float32_matmul_precision`.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.enable_x64(True))
+            # Without a default device of our own, tracing would start the user's JAX backends.
+            stack.enter_context(jax.default_device(self.devices[0]))
+            stack.enter_context(jax.default_matmul_precision(_PRECISION[precision]))
+            stack.enter_context(jax.numpy_dtype_promotion("standard"))
+            stack.enter_context(jax.numpy_rank_promotion("allow"))
+            stack.enter_context(jax.threefry_partitionable(True))
+            stack.enter_context(jax.default_prng_impl("threefry2x32"))
+            stack.enter_context(jax.debug_nans(False))
+            stack.enter_context(jax.debug_infs(False))
+            stack.enter_context(jax.disable_jit(False))
+            yield
+
+    def _device_list(self, device: int) -> Any:
+        return xla_client.DeviceList((self.devices[device],))
+
+    def _compile_options(self, device: Any) -> Any:
+        options = xla_client.CompileOptions()
+        options.num_replicas = options.num_partitions = 1
+        options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+        options.env_option_overrides = list(_OPTIONS)
+        return options
+
+
+_PRECISION = {"highest": "highest", "high": "high", "medium": "default"}
+
+
+def _aval(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return ShapedArray(shape, np.dtype(str(dtype).removeprefix("torch.")))
+
+
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    found = getattr(torch, dtype.name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _numpy(tensor: torch.Tensor) -> Any:
+    """The tensor's memory as a numpy array; numpy's own types do not include bfloat16 and float8."""
+    try:
+        return tensor.numpy()
+    except TypeError:
+        width = {1: torch.uint8, 2: torch.int16}[tensor.dtype.itemsize]
+        return tensor.view(width).numpy().view(np.dtype(str(tensor.dtype).removeprefix("torch.")))
+
+
+def _from_numpy(array: Any) -> torch.Tensor:
+    array = np.require(array, requirements=["C", "W"])
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        width = {1: np.uint8, 2: np.int16}[array.dtype.itemsize]
+        return torch.from_numpy(array.view(width)).view(_torch_dtype(array.dtype))
