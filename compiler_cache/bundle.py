@@ -1,7 +1,7 @@
 """Bundles: in comes a cache directory, out goes one file that another machine can import, and back.
 
-A bundle is an uncompressed tar: `manifest.json`, `manifest.sig` where a secret was given, then each entry's file as
-`<kind>/<digest>`.  The manifest names each one's size and sha256; the signature is the manifest's HMAC-SHA256.
+A bundle is an uncompressed tar: each entry's file as `<kind>/<digest>`, then `manifest.json`, and `manifest.sig` where
+a secret was given.  The manifest names each entry's size and sha256; the signature is the manifest's HMAC-SHA256.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import hashlib
 import hmac
 import io
 import json
-import os
 import secrets
 import tarfile
 from collections.abc import Callable
-from typing import IO, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
-from .catalog import EntryFile
 from .entry import HEAD_BYTES, VERSION, DamagedEntry, Entry, decode, read_lengths
 from .key import Key
 from .store import DirectoryStore, Store
@@ -41,7 +40,7 @@ class Imported(NamedTuple):
 
 def export_bundle(
     store: DirectoryStore,
-    path: str,
+    path: str | Path,
     *,
     chosen: Callable[[Key], bool] = lambda key: True,
     secret: bytes | None = None,
@@ -50,34 +49,33 @@ def export_bundle(
 
     The same entries give the same bytes.  Raises OSError where `path` cannot be written, which then is as before.
     """
-    manifest, refused, files = [], [], []
-    for file in sorted(store.entries()):
-        try:
-            entry = file.read()
-            raw = _raw(file)
-        except (DamagedEntry, OSError) as error:
-            refused.append((f"{file.kind}/{file.digest}", str(error)))
-            continue
-        if _name(entry.key) == f"{file.kind}/{file.digest}" and chosen(entry.key):
-            manifest.append({"name": _name(entry.key), "nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()})
-            files.append(file)
-    text = json.dumps({"format": _FORMAT, "entry_version": VERSION, "entries": manifest}, indent=1).encode("ascii")
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
+    manifest: list[dict[str, str | int]] = []
+    refused: list[tuple[str, str]] = []
+    temporary = Path(f"{path}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as opened, tarfile.open(fileobj=opened, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        with temporary.open("xb") as opened, tarfile.open(fileobj=opened, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for file in sorted(store.entries()):
+                name = f"{file.kind}/{file.digest}"
+                try:
+                    raw = file.path.read_bytes()
+                    if not chosen(_entry(name, raw).key):
+                        continue
+                except (DamagedEntry, OSError) as error:
+                    refused.append((name, str(error)))
+                    continue
+                manifest.append({"name": name, "nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()})
+                _add(tar, name, raw)
+            text = json.dumps({"format": _FORMAT, "entry_version": VERSION, "entries": manifest}, indent=1).encode()
             _add(tar, _MANIFEST, text)
             if secret is not None:
                 _add(tar, _SIGNATURE, _signature(secret, text))
-            for file, listed in zip(files, manifest, strict=True):
-                _add(tar, str(listed["name"]), _raw(file))
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-    return len(files), tuple(refused)
+        temporary.unlink(missing_ok=True)
+    return len(manifest), tuple(refused)
 
 
-def import_bundle(store: Store, path: str, *, secret: bytes | None = None, trusts: bool = False) -> Imported:
+def import_bundle(store: Store, path: str | Path, *, secret: bytes | None = None, trusts: bool = False) -> Imported:
     """Stores a bundle's entries.
 
     An entry is native code that will run as you: the bundle has to carry a signature made with `secret`, or the caller
@@ -92,13 +90,12 @@ def import_bundle(store: Store, path: str, *, secret: bytes | None = None, trust
         raise BundleError(f"{path} is not a bundle ({error})") from error
 
 
-def _manifest(tar: tarfile.TarFile, path: str, secret: bytes | None, trusts: bool) -> dict[str, tuple[int, str]]:
+def _manifest(tar: tarfile.TarFile, path: str | Path, secret: bytes | None, trusts: bool) -> dict[str, tuple[int, str]]:
     """Of each entry's name its size and sha256, once the bundle may be used."""
-    text = _read(tar, tar.next(), _MANIFEST, _MANIFEST_BYTES)
+    text = _read(tar, _MANIFEST, _MANIFEST_BYTES)
     if text is None:
-        raise BundleError(f"{path} is not a bundle (it does not begin with {_MANIFEST})")
-    position = tar.offset
-    signature = _read(tar, tar.next(), _SIGNATURE, 1024)
+        raise BundleError(f"{path} is not a bundle (it has no {_MANIFEST})")
+    signature = _read(tar, _SIGNATURE, 1024)
     if secret is not None:
         if signature is None:
             raise BundleError(f"{path} is not signed")
@@ -109,8 +106,6 @@ def _manifest(tar: tarfile.TarFile, path: str, secret: bytes | None, trusts: boo
             f"{path} holds code that will run as you, and nothing proves where it is from: "
             "give the secret it was signed with, or say that you trust the file"
         )
-    if signature is None:
-        tar.offset = position
     try:
         fields = json.loads(text)
         if fields["format"] != _FORMAT or fields["entry_version"] != VERSION:
@@ -125,18 +120,11 @@ def _manifest(tar: tarfile.TarFile, path: str, secret: bytes | None, trusts: boo
 def _store_members(store: Store, tar: tarfile.TarFile, listed: dict[str, tuple[int, str]]) -> Imported:
     stored = present = 0
     refused: list[tuple[str, str]] = []
-    missing = dict(listed)
-    while (member := tar.next()) is not None:
+    for member in tar.getmembers():
         if member.name in (_MANIFEST, _SIGNATURE):
             continue
-        announced = missing.pop(member.name, None)
-        # Nothing is ever unpacked by its name: a member is bytes that a manifest announces and that must be an entry.
-        raw = None if announced is None else _read(tar, member, member.name, announced[0])
-        if announced is None or raw is None:
-            refused.append((member.name, "not in the manifest" if announced is None else "not the announced size"))
-            continue
         try:
-            entry = _entry(member.name, raw, announced)
+            entry = _announced(tar, member, *listed.pop(member.name, (-1, "")))
         except DamagedEntry as error:
             refused.append((member.name, str(error)))
             continue
@@ -146,36 +134,38 @@ def _store_members(store: Store, tar: tarfile.TarFile, listed: dict[str, tuple[i
             stored += 1
         else:
             refused.append((member.name, "the store did not keep it"))
-    refused.extend((name, "missing from the file") for name in missing)
+    refused.extend((name, "missing from the file") for name in listed)
     return Imported(stored, present, tuple(refused))
 
 
-def _entry(name: str, raw: bytes, announced: tuple[int, str]) -> Entry:
-    if len(raw) != announced[0] or hashlib.sha256(raw).hexdigest() != announced[1]:
+def _announced(tar: tarfile.TarFile, member: tarfile.TarInfo, nbytes: int, digest: str) -> Entry:
+    """The entry that `member` holds, which must be of this size and sha256."""
+    # Nothing is ever unpacked by its name: a member is bytes that the manifest announces and that are an entry.
+    opened = tar.extractfile(member) if member.isreg() and member.size == nbytes else None
+    raw = b"" if opened is None else opened.read()
+    if hashlib.sha256(raw).hexdigest() != digest:
         raise DamagedEntry("not what the manifest announces")
+    return _entry(member.name, raw)
+
+
+def _entry(name: str, raw: bytes) -> Entry:
+    """The entry that `raw` is, which must be the one called `name`."""
     head = raw[:HEAD_BYTES]
     lengths = read_lengths(head)
     start = HEAD_BYTES + lengths.key + lengths.note
     entry = decode(head, raw[HEAD_BYTES:start], raw[start:])
-    if _name(entry.key) != name:
-        raise DamagedEntry(f"it holds {_name(entry.key)}")
+    if f"{entry.key.kind}/{entry.key.digest}" != name:
+        raise DamagedEntry(f"it holds {entry.key.kind}/{entry.key.digest}")
     return entry
 
 
-def _name(key: Key) -> str:
-    return f"{key.kind}/{key.digest}"
-
-
-def _raw(file: EntryFile) -> bytes:
-    with open(file.path, "rb") as opened:
-        return opened.read()
-
-
-def _read(tar: tarfile.TarFile, member: tarfile.TarInfo | None, name: str, limit: int) -> bytes | None:
-    """The content of `member` where it is the plain file `name` of at most `limit` bytes."""
-    if member is None or member.name != name or not member.isreg() or member.size > limit:
+def _read(tar: tarfile.TarFile, name: str, limit: int) -> bytes | None:
+    """The content of the plain file `name` of at most `limit` bytes, or None where there is no such member."""
+    try:
+        member = tar.getmember(name)
+    except KeyError:
         return None
-    opened: IO[bytes] | None = tar.extractfile(member)
+    opened = tar.extractfile(member) if member.isreg() and member.size <= limit else None
     return None if opened is None else opened.read()
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from .entry import HEAD_BYTES, VERSION, DamagedEntry, Entry, read_entry, read_lengths
@@ -27,13 +29,13 @@ class EntryFile(NamedTuple):
 
     kind: str
     digest: str
-    path: str
+    path: Path
     nbytes: int
     used: float
 
     def read(self) -> Entry:
         """Its key, note and payload; DamagedEntry or OSError where it cannot be read whole."""
-        with open(self.path, "rb") as file:
+        with self.path.open("rb") as file:
             return read_entry(file)
 
 
@@ -52,24 +54,24 @@ class Swept(NamedTuple):
     nbytes: int
 
 
-def entry_path(directory: str, kind: str, digest: str) -> str:
-    return os.path.join(directory, LAYOUT, kind, digest[:2], digest)
+def entry_path(directory: Path, kind: str, digest: str) -> Path:
+    return directory.joinpath(LAYOUT, kind, digest[:2], digest)
 
 
-def entries(directory: str, kind: str | None = None) -> Iterator[EntryFile]:
+def entries(directory: Path, kind: str | None = None) -> Iterator[EntryFile]:
     """Every entry file of this format version, in no order; what disappears meanwhile is left out."""
-    for level in _listing(os.path.join(directory, LAYOUT)):
+    for level in _listing(directory / LAYOUT):
         if kind is None or level.name == kind:
             yield from _below(level)
 
 
-def nearest(directory: str, key: Key) -> Nearest | None:
+def nearest(directory: Path, key: Key) -> Nearest | None:
     """The entry of the key's kind that differs in the fewest parts, among those used last."""
     best: Nearest | None = None
     recent = sorted(entries(directory, key.kind), key=lambda file: file.used, reverse=True)[:_NEAREST_CANDIDATES]
     for file in recent:
         try:
-            with open(file.path, "rb") as opened:
+            with file.path.open("rb") as opened:
                 found = Key.decode(opened.read(read_lengths(opened.read(HEAD_BYTES)).key))
         except (OSError, ValueError):
             continue
@@ -79,7 +81,7 @@ def nearest(directory: str, key: Key) -> Nearest | None:
     return best
 
 
-def damaged(directory: str) -> Iterator[tuple[EntryFile, str]]:
+def damaged(directory: Path) -> Iterator[tuple[EntryFile, str]]:
     """Every entry that cannot be read whole and unchanged under its own name, and why."""
     for file in entries(directory):
         try:
@@ -91,7 +93,7 @@ def damaged(directory: str) -> Iterator[tuple[EntryFile, str]]:
             yield file, f"it holds {found.kind} {found.digest}"
 
 
-def sweep(directory: str, max_bytes: int, max_entries: int) -> Swept:
+def sweep(directory: Path, max_bytes: int, max_entries: int) -> Swept:
     """Deletes what was used longest ago until the entries fit, and the half-written files of killed writers."""
     now = time.time()
     # An older or newer format's entries count too: one bound holds for the whole directory.
@@ -114,7 +116,7 @@ def sweep(directory: str, max_bytes: int, max_entries: int) -> Swept:
                 nbytes -= _disk_bytes(file)
                 left -= 1
                 evicted += 1
-    for leftover in _listing(os.path.join(directory, TMP)):
+    for leftover in _listing(directory / TMP):
         _delete_stale(leftover, now)
     return Swept(evicted, left, nbytes)
 
@@ -126,10 +128,10 @@ def _below(level: os.DirEntry[str]) -> Iterator[EntryFile]:
                 status = file.stat(follow_symlinks=False)
             except OSError:
                 continue
-            yield EntryFile(level.name, file.name, file.path, status.st_size, status.st_mtime)
+            yield EntryFile(level.name, file.name, Path(file.path), status.st_size, status.st_mtime)
 
 
-def _listing(path: str) -> list[os.DirEntry[str]]:
+def _listing(path: str | Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as found:
             return list(found)
@@ -141,17 +143,15 @@ def _disk_bytes(file: EntryFile) -> int:
     return -(-file.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
-def _delete(path: str) -> bool:
+def _delete(path: Path) -> bool:
     try:
-        os.unlink(path)
+        path.unlink()
     except OSError:
         return False
     return True
 
 
 def _delete_stale(file: os.DirEntry[str], now: float) -> None:
-    try:
+    with suppress(OSError):  # its writer has just finished with it
         if abs(now - file.stat(follow_symlinks=False).st_mtime) > _STALE_SECONDS:
-            os.unlink(file.path)
-    except OSError:
-        pass  # its writer has just finished with it
+            Path(file.path).unlink()

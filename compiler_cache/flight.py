@@ -11,7 +11,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 
 class Flight:
@@ -83,21 +84,21 @@ class KeyLock:
     lock of a parent that died.
     """
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._held: set[int] = set()
         drop = weakref.WeakMethod(self._drop_inherited)
         os.register_at_fork(after_in_child=lambda: (method := drop()) and method())
 
     def try_lock(self, name: str) -> int | None:
         """A descriptor that holds the lock, or None where another holds it; OSError where no lock can be made."""
-        path = os.path.join(self._directory, name)
+        path = self.directory / name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._held.add(descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Between our open and our flock the last holder may have deleted this file: such a lock excludes nobody.
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass
@@ -109,12 +110,9 @@ class KeyLock:
 
     def unlock(self, name: str, descriptor: int) -> None:
         """Gives the lock back and deletes its file."""
-        try:
-            os.unlink(os.path.join(self._directory, name))
-        except OSError:
-            pass  # a file that stays is only an empty file; the sweep takes it
-        finally:
-            self._close(descriptor)
+        with suppress(OSError):  # what stays is an empty file, and the sweep takes it
+            (self.directory / name).unlink()
+        self._close(descriptor)
 
     @contextmanager
     def held(self, name: str) -> Iterator[bool]:
@@ -128,10 +126,10 @@ class KeyLock:
 
     def sweep(self) -> None:
         """Deletes the lock files of killed holders."""
-        for name in os.listdir(self._directory):
-            descriptor = self.try_lock(name)
+        for file in self.directory.iterdir():
+            descriptor = self.try_lock(file.name)
             if descriptor is not None:
-                self.unlock(name, descriptor)
+                self.unlock(file.name, descriptor)
 
     def _close(self, descriptor: int) -> None:
         self._held.discard(descriptor)

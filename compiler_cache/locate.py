@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from .store import MAX_BYTES, DirectoryStore, NullStore, Store
 from .trust import make_private, untrusted
@@ -36,18 +37,19 @@ def open_store(environment: Mapping[str, str] = os.environ) -> Store:
     return DirectoryStore(directory, layers=layers, writes=mode != "read", max_bytes=max_bytes)
 
 
-def default_directory(environment: Mapping[str, str] = os.environ) -> str | None:
+def default_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
     """$TORCHTPU_CACHE_DIR, else torchtpu in the user's XDG cache directory; None where there is no home."""
-    chosen = environment.get("TORCHTPU_CACHE_DIR")
-    if chosen:
-        return os.path.abspath(os.path.expanduser(chosen))
-    base = environment.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
-        base = os.path.join(environment.get("HOME") or os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "torchtpu") if os.path.isabs(base) else None
+    try:
+        if environment.get("TORCHTPU_CACHE_DIR"):
+            return Path(environment["TORCHTPU_CACHE_DIR"]).expanduser().absolute()
+        base = Path(environment.get("XDG_CACHE_HOME", ""))
+        # XDG's rule: a relative path counts as none.
+        return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "torchtpu"
+    except RuntimeError:
+        return None
 
 
-def _problem(directory: str, *, makes: bool) -> str | None:
+def _problem(directory: Path, *, makes: bool) -> str | None:
     """Why `directory` cannot be used, or None; it is there afterwards where it `makes` one."""
     try:
         if makes:
@@ -57,11 +59,11 @@ def _problem(directory: str, *, makes: bool) -> str | None:
     return untrusted(directory)
 
 
-def _layers(listed: str) -> Iterator[str]:
+def _layers(listed: str) -> Iterator[Path]:
     for directory in filter(None, listed.split(os.pathsep)):
-        problem = untrusted(directory, named_by_user=True)
+        problem = untrusted(Path(directory), named_by_user=True)
         if problem is None:
-            yield os.path.abspath(directory)
+            yield Path(directory)
         else:
             _log.warning("cache: trusted directory not used: %s", problem)
 

@@ -13,7 +13,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
 from . import catalog
@@ -137,19 +139,19 @@ class DirectoryStore(Store):
 
     def __init__(
         self,
-        directory: str | None,
+        directory: str | Path | None,
         *,
-        layers: tuple[str, ...] = (),
+        layers: tuple[str | Path, ...] = (),
         writes: bool = True,
         max_bytes: int = MAX_BYTES,
         max_entries: int = MAX_ENTRIES,
     ) -> None:
         super().__init__()
-        self.directory = None if directory is None else os.path.abspath(directory)
-        self.layers = layers
+        self.directory = None if directory is None else Path(directory).absolute()
+        self.layers = tuple(Path(layer).absolute() for layer in layers)
         self.max_bytes = max_bytes
         self.max_entries = max_entries
-        self._locks = KeyLock(os.path.join(self.directory or "", catalog.LOCKS))
+        self._locks = KeyLock(Path() if self.directory is None else self.directory / catalog.LOCKS)
         self._resumes = 0.0 if writes and directory is not None else float("inf")  # when puts are tried (again)
         self._unswept: int | None = None  # bytes written since this process last swept
         self._said: set[str] = set()
@@ -222,7 +224,7 @@ class DirectoryStore(Store):
             try:
                 lock = self._locks.try_lock(key.digest)
             except FileNotFoundError:
-                if not self._make_directory(catalog.LOCKS):
+                if not self._makes(self._locks.directory):
                     return None
                 continue
             except OSError as error:
@@ -257,7 +259,7 @@ class DirectoryStore(Store):
                 continue
             except (DamagedEntry, OSError) as error:
                 self._count(damaged=1)
-                self._say(path, f"{path} is not used: {error}")
+                self._say(str(path), f"{path} is not used: {error}")
                 if isinstance(error, DamagedEntry) and not is_layer:
                     self._forget(key)
                 continue
@@ -265,47 +267,41 @@ class DirectoryStore(Store):
             return entry
         return None
 
-    def _read_trusted(self, path: str, key: Key, is_layer: bool) -> Entry:
+    def _read_trusted(self, path: Path, key: Key, is_layer: bool) -> Entry:
         """The entry; PermissionError where somebody else may have put it there."""
-        shard = os.path.dirname(path)
-        problem = untrusted_file(shard, os.lstat(shard), named_by_user=is_layer)
+        problem = untrusted_file(path.parent, path.parent.lstat(), named_by_user=is_layer)
         # Not following a link, and not waiting for a pipe's writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             problem = problem or untrusted_file(path, status, named_by_user=is_layer)
             if problem is not None:
                 raise PermissionError(problem)
             entry = read_entry(file, key)
             if not is_layer and self.keeps and abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
-                self._touch(descriptor)
+                with suppress(OSError):  # on a disk that has become read-only the entry is as good as before
+                    os.utime(descriptor)
         return entry
-
-    def _touch(self, descriptor: int) -> None:
-        try:
-            os.utime(descriptor)
-        except OSError:
-            pass  # a disk that has just become read-only: the entry is as good as before
 
     def _publish(self, key: Key, head: bytes, payload: bytes) -> bool:
         if self.directory is None or not self.keeps or len(head) + len(payload) > self.max_bytes:
             return False
         path = catalog.entry_path(self.directory, key.kind, key.digest)
-        temporary = os.path.join(self.directory, catalog.TMP, f"{os.getpid()}-{secrets.token_hex(8)}")
-        if not (self._make_directory(catalog.TMP) and self._make_directory(os.path.dirname(path))):
+        temporary = self.directory / catalog.TMP / f"{os.getpid()}-{secrets.token_hex(8)}"
+        if not (self._makes(temporary.parent) and self._makes(path.parent)):
             return False
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                with open(descriptor, "wb", buffering=0) as file:
+                with os.fdopen(descriptor, "wb", buffering=0) as file:
                     for piece in (head, payload):
                         view = memoryview(piece)
                         while view:
                             view = view[file.write(view) :]
                 # Without fsync: what a power cut tears, the checksum refuses.
-                os.replace(temporary, path)
+                temporary.replace(path)
             except BaseException:
-                os.unlink(temporary)
+                temporary.unlink()
                 raise
         except OSError as error:
             self._cannot_write(error)
@@ -315,10 +311,10 @@ class DirectoryStore(Store):
         self._count(stored=1, written_bytes=len(head) + len(payload))
         return True
 
-    def _make_directory(self, name: str) -> bool:
-        """Whether the directory `name` below the store's is there now."""
+    def _makes(self, directory: Path) -> bool:
+        """Whether `directory` is there now."""
         try:
-            make_private(os.path.join(self.directory or "", name))
+            make_private(directory)
         except OSError as error:
             self._cannot_write(error)
             return False
@@ -328,9 +324,7 @@ class DirectoryStore(Store):
         if self.directory is None or not self.keeps:
             return
         try:
-            os.unlink(catalog.entry_path(self.directory, key.kind, key.digest))
-        except FileNotFoundError:
-            pass
+            catalog.entry_path(self.directory, key.kind, key.digest).unlink(missing_ok=True)
         except OSError as error:
             self._cannot_write(error)
 
@@ -354,7 +348,7 @@ class DirectoryStore(Store):
         if not due:
             return
         try:
-            self._make_directory(catalog.LOCKS)
+            make_private(self._locks.directory)
             with self._locks.held("sweep") as is_free:
                 if is_free:
                     self.prune()

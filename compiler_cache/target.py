@@ -9,6 +9,7 @@ import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .key import Key
 
@@ -29,25 +30,24 @@ _NOT_IN_KEY = frozenset(
 _FLAGS_NOT_IN_KEY = ("--xla_dump_", "--xla_force_host_platform_device_count", "--xla_gpu_cuda_data_dir")
 
 # What /proc/cpuinfo lists that is no instruction a compiler emits: it varies with kernel, firmware and hypervisor.
-_NOT_INSTRUCTIONS = frozenset(
-    (
-        "acpi amd_lbr_v2 aperfmperf apic arat arch_capabilities arch_lbr arch_perfmon art avic bts bus_lock_detect "
-        "cat_l2 cat_l3 cdp_l2 cdp_l3 cmp_legacy constant_tsc cpb cppc cpuid cpuid_fault cqm cqm_llc cqm_mbm_local "
-        "cqm_mbm_total cqm_occup_llc cr8_legacy dca de debug_swap decodeassists ds_cpl dtes64 dtherm dts epb ept "
-        "ept_ad est extapic extd_apicid flexpriority flush_l1d flushbyasid fsrc fsrm fsrs hfi ht hw_pstate hwp "
-        "hwp_act_window hwp_epp hwp_notify hwp_pkg_req hypervisor ibpb ibpb_brtype ibrs ibrs_enhanced ibs ibt ida "
-        "intel_ppin intel_pt invpcid_single irperf la57 lbrv lm mba mca mce md_clear monitor msr mtrr mwaitx "
-        "nonstop_tsc nopl npt nrip_save nx ospke osvw overflow_recov pae pat pausefilter pbe pcid pconfig pdcm "
-        "pdpe1gb pebs perfctr_core perfctr_llc perfctr_nb perfmon_v2 pfthreshold pge pln pse pse36 pti pts rapl "
-        "rdt_a rep_good retpoline rsb_ctxsw sep sev sev_es sev_snp skinit smap smca sme smep smx spec_ctrl "
-        "split_lock_detect ss ssbd stibp stibp_always_on succor svm svm_lock syscall tm tm2 tme topoext tpr_shadow "
-        "tsc tsc_adjust tsc_deadline_timer tsc_known_freq tsc_reliable tsc_scale tsx_force_abort umip user_shstk "
-        "v_spec_ctrl v_vmsave_vmload vgif vmcb_clean vme vmmcall vmx vnmi vpid wdt x2apic x2avic xtopology xtpr"
-    ).split()
+_CPUINFO_NOISE = (
+    "acpi amd_lbr_v2 aperfmperf apic arat arch_capabilities arch_lbr arch_perfmon art avic bts bus_lock_detect "
+    "cat_l2 cat_l3 cdp_l2 cdp_l3 cmp_legacy constant_tsc cpb cppc cpuid cpuid_fault cqm cqm_llc cqm_mbm_local "
+    "cqm_mbm_total cqm_occup_llc cr8_legacy dca de debug_swap decodeassists ds_cpl dtes64 dtherm dts epb ept "
+    "ept_ad est extapic extd_apicid flexpriority flush_l1d flushbyasid fsrc fsrm fsrs hfi ht hw_pstate hwp "
+    "hwp_act_window hwp_epp hwp_notify hwp_pkg_req hypervisor ibpb ibpb_brtype ibrs ibrs_enhanced ibs ibt ida "
+    "intel_ppin intel_pt invpcid_single irperf la57 lbrv lm mba mca mce md_clear monitor msr mtrr mwaitx "
+    "nonstop_tsc nopl npt nrip_save nx ospke osvw overflow_recov pae pat pausefilter pbe pcid pconfig pdcm "
+    "pdpe1gb pebs perfctr_core perfctr_llc perfctr_nb perfmon_v2 pfthreshold pge pln pse pse36 pti pts rapl "
+    "rdt_a rep_good retpoline rsb_ctxsw sep sev sev_es sev_snp skinit smap smca sme smep smx spec_ctrl "
+    "split_lock_detect ss ssbd stibp stibp_always_on succor svm svm_lock syscall tm tm2 tme topoext tpr_shadow "
+    "tsc tsc_adjust tsc_deadline_timer tsc_known_freq tsc_reliable tsc_scale tsx_force_abort umip user_shstk "
+    "v_spec_ctrl v_vmsave_vmload vgif vmcb_clean vme vmmcall vmx vnmi vpid wdt x2apic x2avic xtopology xtpr"
 )
+_NOT_INSTRUCTIONS = frozenset(_CPUINFO_NOISE.split())
 
 _QUOTED_OR_LOCATION = re.compile(
-    r'"(?:[^"\\]|\\.)*"|//[^\n]*|^[ \t]*#loc\d*[ \t]*=[^\n]*\n?|[ \t]*(?<![\w%@#$.!-])loc\(', re.M
+    r'"(?:[^"\\]|\\.)*"|//[^\n]*|^[ \t]*#loc\d*[ \t]*=[^\n]*\n?|[ \t]*(?<![\w%@#$.!-])loc\(', re.MULTILINE
 )
 _BRACKET_OR_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|[()]')
 
@@ -114,8 +114,7 @@ def host_cpu_features(cpuinfo: str | None = None) -> tuple[str, ...]:
     """
     if cpuinfo is None:
         try:
-            with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-                cpuinfo = file.read()
+            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return (platform.machine(), platform.processor())
     # Only what all cores have: big and little cores of one machine may differ.

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 _SYMLINK_LIMIT = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def untrusted(directory: str, *, named_by_user: bool = False) -> str | None:
+def untrusted(directory: Path, *, named_by_user: bool = False) -> str | None:
     """Why no code may be loaded from `directory`, or None where it may.
 
     Every component, and every symbolic link on the way, has to belong to root or the current user and be writable by
@@ -20,55 +21,51 @@ def untrusted(directory: str, *, named_by_user: bool = False) -> str | None:
     `named_by_user` is for a directory the user has declared trusted: its owner and group are the user's choice, and
     only what everybody may write to is refused.
     """
-    pending = _parts(os.path.join(os.getcwd(), directory))
-    here, links = "/", 0
+    pending = list(reversed(directory.absolute().parts[1:]))
+    here, links = Path("/"), 0
     try:
-        problem = _problem(here, os.lstat(here), named_by_user, is_last=False)
+        problem = _problem(here, here.lstat(), named_by_user, is_last=False)
         while pending and problem is None:
             name = pending.pop()
             if name == "..":
-                here = os.path.dirname(here)
+                here = here.parent
                 continue
-            component = os.path.join(here, name)
-            status = os.lstat(component)
+            component = here / name
+            status = component.lstat()
             if stat.S_ISLNK(status.st_mode):
                 links += 1
                 if links > _SYMLINK_LIMIT:
                     return f"{directory} goes through more than {_SYMLINK_LIMIT} symbolic links"
                 problem = None if named_by_user else _owner_problem(component, status)
-                target = os.readlink(component)
-                here = "/" if target.startswith("/") else here
-                pending.extend(_parts(target))
+                target = component.readlink()
+                here = Path("/") if target.is_absolute() else here
+                pending.extend(reversed(target.parts[1:] if target.is_absolute() else target.parts))
                 continue
             here = component
             problem = _problem(here, status, named_by_user, is_last=False)
-        return problem or _problem(here, os.lstat(here), named_by_user, is_last=True)
+        return problem or _problem(here, here.lstat(), named_by_user, is_last=True)
     except OSError as error:
         return f"{directory} cannot be examined ({error.strerror})"
 
 
-def untrusted_file(path: str, status: os.stat_result, *, named_by_user: bool = False) -> str | None:
+def untrusted_file(path: Path, status: os.stat_result, *, named_by_user: bool = False) -> str | None:
     """Why the opened file (or the directory directly above it) with this `status` must not be used, or None."""
     return _problem(path, status, named_by_user, is_last=True, is_directory=stat.S_ISDIR(status.st_mode))
 
 
-def make_private(directory: str) -> None:
+def make_private(directory: Path) -> None:
     """Makes `directory` and what is missing above it, each for the current user alone."""
     try:
-        os.mkdir(directory, 0o700)
+        directory.mkdir(0o700)
     except FileExistsError:
         pass
     except FileNotFoundError:
-        make_private(os.path.dirname(directory))
+        make_private(directory.parent)
         make_private(directory)
 
 
-def _parts(path: str) -> list[str]:
-    return [part for part in reversed(path.split("/")) if part not in ("", ".")]
-
-
 def _problem(
-    path: str, status: os.stat_result, named_by_user: bool, *, is_last: bool, is_directory: bool = True
+    path: Path, status: os.stat_result, named_by_user: bool, *, is_last: bool, is_directory: bool = True
 ) -> str | None:
     if is_directory and not stat.S_ISDIR(status.st_mode):
         return f"{path} is not a directory"
@@ -80,7 +77,7 @@ def _problem(
     return None if named_by_user else _owner_problem(path, status)
 
 
-def _owner_problem(path: str, status: os.stat_result) -> str | None:
+def _owner_problem(path: Path, status: os.stat_result) -> str | None:
     if status.st_uid in (0, os.geteuid()):
         return None
     return f"{path} belongs to uid {status.st_uid}, not to root or to uid {os.geteuid()}"
