@@ -162,7 +162,7 @@ def test_an_optimizer_built_before_the_move_still_updates_the_model() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model.to("tpu")
-    before = model[0].weight.detach().cpu()
+    before = model[0].weight.detach().cpu().clone()
     model(torch.ones(2, 8, device="tpu")).sum().backward()
     optimizer.step()
     assert not torch.equal(model[0].weight.detach().cpu(), before)
@@ -288,7 +288,7 @@ def test_lbfgs_minimises_with_a_closure() -> None:
 def test_an_averaged_model_follows_the_parameters() -> None:
     model = mlp().to("tpu")
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    first = model[0].weight.detach().cpu()
+    first = model[0].weight.detach().cpu().clone()
     average.update_parameters(model)
     with torch.no_grad():
         model[0].weight.add_(1.0)
