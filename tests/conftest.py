@@ -1,0 +1,68 @@
+"""In: every test. Out: the same test, failed where it left a pending region, a buffer, an error or a thread behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from torchtpu import metrics
+
+OUTCOME = pytest.StashKey[pytest.CallInfo[None]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the long versions of the tests (about an hour)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        skip = pytest.mark.skip(reason="long: runs with --full")
+        for item in items:
+            if item.get_closest_marker("full"):
+                item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    if call.when == "call":
+        item.stash[OUTCOME] = call
+    return (yield)
+
+
+def user_threads() -> set[threading.Thread]:
+    """Every Python thread but the runtime's own, which live as long as the process."""
+    return {
+        t
+        for t in threading.enumerate()
+        if not t.name.startswith("torchtpu") and not isinstance(t, threading._DummyThread)  # autograd's
+    }
+
+
+def left_alive() -> dict[str, int]:
+    now = metrics.snapshot()
+    return {name: now[name] for name in ("live_buffers", "live_nodes", "queue")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test starts with the counters at zero and ends with nothing pending, alive or failed."""
+    torch.tpu.synchronize()
+    metrics.reset()
+    before, threads = left_alive(), user_threads()
+    yield
+    call = request.node.stash.get(OUTCOME, None)
+    if call is None or call.excinfo is not None:
+        gc.collect()
+        return  # a failed test's traceback holds its tensors
+    torch.tpu.synchronize()  # raises an error that the test did not read
+    if left_alive() != before:
+        gc.collect()
+        torch.tpu.synchronize()
+    assert left_alive() == before, "buffers or pending values outlive the test"
+    for thread in user_threads() - threads:
+        thread.join(timeout=5)
+    assert user_threads() <= threads, "a thread outlives the test"
