@@ -29,13 +29,13 @@ using c10::DeviceIndex;
 using c10::Stream;
 
 constexpr auto kTpu = c10::DeviceType::PrivateUse1;
-constexpr long kMaxDevices = 127;  // what c10::DeviceIndex holds
 
 // ---- the current device and the current streams -------------------------------------------------------------------
 
 DeviceIndex count_from_environment() {
   const char* text = std::getenv("TORCHTPU_NUM_DEVICES");
-  return static_cast<DeviceIndex>(text == nullptr ? 1 : std::clamp(std::strtol(text, nullptr, 10), 1L, kMaxDevices));
+  return static_cast<DeviceIndex>(text == nullptr ? 1
+                                                  : std::clamp(std::strtol(text, nullptr, 10), 1L, long{kMaxDevices}));
 }
 
 std::atomic<DeviceIndex> number_of_devices{count_from_environment()};
@@ -58,8 +58,8 @@ DeviceIndex exchange(DeviceIndex device) {
 // ---- the guard: streams are ordered tokens, for ops run in program order on every stream ---------------------------
 
 struct Event {
-  DeviceIndex device;      // where it was recorded
-  int64_t marker;          // the recorder's marker, or kUntimed
+  DeviceIndex device;  // where it was recorded
+  int64_t marker;      // the recorder's marker, or kUntimed
   static constexpr int64_t kUntimed = -1;
 };
 
@@ -117,10 +117,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceCapability getDeviceCapability(Device) const override {
     c10::DeviceCapability capability;
     capability.capability_data.capability_bits = 0;
-    for (const auto index : {c10::kIndex_Byte, c10::kIndex_Char, c10::kIndex_Short, c10::kIndex_Int, c10::kIndex_Long,
-                             c10::kIndex_Half, c10::kIndex_Float, c10::kIndex_Double, c10::kIndex_ComplexFloat,
-                             c10::kIndex_ComplexDouble, c10::kIndex_Bool, c10::kIndex_BFloat16,
-                             c10::kIndex_Float8_e5m2, c10::kIndex_Float8_e4m3fn})
+    for (const auto index :
+         {c10::kIndex_Byte, c10::kIndex_Char, c10::kIndex_Short, c10::kIndex_Int, c10::kIndex_Long, c10::kIndex_Half,
+          c10::kIndex_Float, c10::kIndex_Double, c10::kIndex_ComplexFloat, c10::kIndex_ComplexDouble, c10::kIndex_Bool,
+          c10::kIndex_BFloat16, c10::kIndex_Float8_e5m2, c10::kIndex_Float8_e4m3fn})
       capability.capability_data.capability_bits |= 1ULL << index;
     return capability;
   }

@@ -1,0 +1,18 @@
+"""torchtpu: in comes an unmodified PyTorch program, out comes the device `tpu`.
+
+`import torch` alone makes the device available; this package holds what goes beyond torch's own names: knobs
+(`torchtpu.config`), counts (`torchtpu.metrics`) and the command line.
+"""
+
+from __future__ import annotations
+
+import torch as _torch  # noqa: F401 - its autoload registers the device
+
+from torchtpu._autoload import autoload as _autoload
+
+_autoload()
+
+from torchtpu import config, metrics  # noqa: E402 - they need the device
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "config", "metrics"]

@@ -1,0 +1,67 @@
+"""The torch.backends entry point: in comes `import torch`, out comes the device `tpu`.
+
+Its own module, because an entry point into the package itself would be looked up while `import torchtpu` is under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+
+import torch
+
+
+@functools.cache
+def autoload() -> None:
+    """Registers the device, once. Raises ImportError where the extension cannot work with this torch."""
+    _refuse_rival()
+    _check_build()
+
+    torch.utils.rename_privateuse1_backend("tpu")
+    from torchtpu import config, device, dynamo, formatting, interop, serialization, startup, streams
+
+    torch._register_device_module("tpu", device)
+    for name, module in (
+        ("amp", device.amp),
+        ("memory", device.memory),
+        ("random", device.random),
+        ("streams", streams),
+    ):
+        sys.modules[f"torch.tpu.{name}"] = module
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    for part in (formatting, interop, serialization, dynamo):
+        part.install()
+    startup.start()
+    config.warn_unknown()
+
+
+def _refuse_rival() -> None:
+    name = torch._C._get_privateuse1_backend_name()
+    loads_rival = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1" and importlib.util.find_spec("torch_tpu")
+    if "torch_tpu" in sys.modules or loads_rival:
+        raise ImportError(
+            "torchtpu and torch_tpu are both installed, and both are the device 'tpu'. Uninstall one of them, or set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import the one you want."
+        )
+    if name != "privateuseone":
+        raise ImportError(
+            f"torchtpu: another extension already is PyTorch's PrivateUse1 device, under the name {name!r}. "
+            "A process can have one: set TORCH_DEVICE_BACKEND_AUTOLOAD=0 and import the one you want."
+        )
+
+
+def _check_build() -> None:
+    advice = "Rebuild torchtpu for this torch: pip install --no-build-isolation --force-reinstall --no-deps <torchtpu>"
+    try:
+        from torchtpu.runtime import _C
+    except ImportError as error:
+        raise ImportError(
+            f"torchtpu's extension does not load with torch {torch.__version__}: {error}. {advice}"
+        ) from error
+    built = _C.built_torch_version
+    if built.partition("+")[0] != torch.__version__.partition("+")[0]:
+        raise ImportError(
+            f"torchtpu was built against torch {built}, but torch {torch.__version__} is running. {advice}"
+        )

@@ -1,0 +1,63 @@
+"""Ops that run on the CPU: in comes one report per call, out go counts, and a warning per op or an error."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+
+from torchtpu import config
+
+__all__ = ["cpu_fallback_counts"]
+
+_lock = threading.Lock()
+_counts: Counter[str] = Counter()  # guarded by _lock
+_moved: Counter[str] = Counter()  # bytes; guarded by _lock
+
+
+def report(name: str, line: str, nbytes: int) -> None:
+    """Counts a call of `name` ("kthvalue (int64)", without namespace) at `line` that moves `nbytes` to the host and back.
+
+    Warns at the first call of an op, or raises NotImplementedError, as TORCHTPU_FALLBACK says.
+    """
+    choice = config.get("fallback")
+    if choice == "error":
+        raise NotImplementedError(
+            f"aten::{name}: no lowering, at {line}. TORCHTPU_FALLBACK=warn runs it on the CPU ({_size(nbytes)} to move)."
+        )
+    with _lock:
+        is_first = name not in _counts
+        _counts[name] += 1
+        _moved[name] += nbytes
+    if is_first and choice == "warn":
+        warnings.warn(
+            f"aten::{name}: no lowering; ran on CPU ({_size(nbytes)} moved) at {line}. "
+            "TORCHTPU_FALLBACK=error turns this into an error.",
+            stacklevel=2,
+        )
+
+
+def cpu_fallback_counts() -> dict[str, int]:
+    """How often each op ran on the CPU for want of a lowering."""
+    with _lock:
+        return dict(_counts)
+
+
+def bytes_moved() -> int:
+    """The bytes that fallbacks moved between device and host."""
+    with _lock:
+        return sum(_moved.values())
+
+
+def reset() -> None:
+    """Forgets all counts; each op warns again."""
+    with _lock:
+        _counts.clear()
+        _moved.clear()
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,19 @@
+"""The ops: in come the files of this folder, out goes the table of lowerings they register.
+
+`load()` imports every file; none of them imports jax, so that this costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from torchtpu.ops.registry import LOWERINGS, PLATFORM_LOWERINGS
+
+__all__ = ["LOWERINGS", "PLATFORM_LOWERINGS", "load"]
+
+
+def load() -> None:
+    """Registers all lowerings."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
