@@ -1,0 +1,36 @@
+"""In: the name of a workload or of a parameter. Out: numpy arrays, the same numbers for every backend."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+WORKLOADS = {
+    "w2": "MLP, AdamW",
+    "w3": "GPT of 4 layers, AdamW",
+    "w8": "MLP, hand-written SGD with a new learning rate every step",
+}
+
+
+def batch(workload: str) -> tuple[np.ndarray, np.ndarray]:
+    """The one batch a workload trains on."""
+    random = np.random.default_rng(0)
+    if workload == "w3":
+        return random.integers(0, 1000, (8, 128)), random.integers(0, 1000, (8, 128))
+    return random.standard_normal((64, 256)).astype("float32"), random.integers(0, 10, 64)
+
+
+def parameter(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros for biases, ones for norm weights, scaled normals else."""
+    if name.endswith("bias"):
+        return np.zeros(shape, "float32")
+    if len(shape) == 1:
+        return np.ones(shape, "float32")
+    scale = 0.02 if "embedding" in name else float(np.prod(shape[1:])) ** -0.5
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    return (random.standard_normal(shape) * scale).astype("float32")
+
+
+def learning_rate(step: int) -> float:
+    return 0.01 / (1 + 0.001 * step)
