@@ -1,0 +1,338 @@
+"""Elementwise arithmetic: in come arrays and numbers promoted as PyTorch promotes them, out comes one array.
+
+Comparisons, logic, bits and choices are in logic.py, activation functions in activation.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._prims_common import get_computation_dtype
+
+from torchtpu.ops.registry import Context, as_dtype, jnp, lax, lowering, pointwise
+
+EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1)  # torch computes these without pow
+
+# ATen name -> jax.numpy name of unary functions that turn integers into floats
+for _name, _function in {
+    "acos": "arccos",
+    "acosh": "arccosh",
+    "asin": "arcsin",
+    "asinh": "arcsinh",
+    "atan": "arctan",
+    "atanh": "arctanh",
+    "cos": "cos",
+    "cosh": "cosh",
+    "deg2rad": "deg2rad",
+    "exp": "exp",
+    "exp2": "exp2",
+    "expm1": "expm1",
+    "log": "log",
+    "log10": "log10",
+    "log1p": "log1p",
+    "log2": "log2",
+    "rad2deg": "rad2deg",
+    "reciprocal": "reciprocal",
+    "sin": "sin",
+    "sinc": "sinc",
+    "sinh": "sinh",
+    "sqrt": "sqrt",
+    "tan": "tan",
+    "tanh": "tanh",
+}.items():
+    pointwise(_name, promote="int_to_float")(lambda self, _function=_function: getattr(jnp, _function)(self))
+
+
+@pointwise("rsqrt", promote="int_to_float")
+def rsqrt(self: Any) -> Any:
+    return lax.rsqrt(self)
+
+
+@pointwise("sigmoid", promote="int_to_float")
+def sigmoid(self: Any) -> Any:
+    return lax.logistic(self)
+
+
+def computed(ctx: Context) -> torch.dtype:
+    """The dtype that PyTorch computes the op's first result in."""
+    return get_computation_dtype(ctx.results[0][1])
+
+
+# Rounding and signs
+
+
+@pointwise("ceil")
+def ceil(self: Any) -> Any:
+    return jnp.ceil(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
+
+
+@pointwise("floor")
+def floor(self: Any) -> Any:
+    return jnp.floor(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
+
+
+@pointwise("trunc")
+def trunc(self: Any) -> Any:
+    return jnp.trunc(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
+
+
+@pointwise("frac")
+def frac(self: Any) -> Any:
+    return self - jnp.trunc(self)
+
+
+@pointwise("round")
+def round_(self: Any) -> Any:
+    return jnp.round(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
+
+
+@lowering("round.decimals")
+def round_decimals(self: Any, *, decimals: int, ctx: Context) -> Any:
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+        return self
+    x = as_dtype(self, computed(ctx))
+    scale = 10.0 ** abs(decimals)
+    return jnp.round(x * scale) / scale if decimals > 0 else jnp.round(x / scale) * scale
+
+
+@pointwise("abs", promote="complex_to_float")
+def abs_(self: Any) -> Any:
+    return self if self.dtype == bool else jnp.abs(self)
+
+
+@pointwise("neg")
+def neg(self: Any) -> Any:
+    return -self
+
+
+@pointwise("sign", "sgn")
+def sign(self: Any) -> Any:
+    if jnp.issubdtype(self.dtype, jnp.complexfloating):
+        size = jnp.abs(self)
+        return jnp.where(size == 0, 0, self / jnp.where(size == 0, 1, size))
+    if self.dtype == bool:
+        return self
+    # NaN has sign 0 here and sign NaN in XLA.
+    return (self > 0).astype(self.dtype) - (self < 0).astype(self.dtype)
+
+
+@lowering("signbit")
+def signbit(self: Any) -> Any:
+    return jnp.signbit(self) if jnp.issubdtype(self.dtype, jnp.floating) else self < 0
+
+
+@pointwise("copysign.Tensor", "copysign.Scalar", promote="int_to_float")
+def copysign(self: Any, other: Any) -> Any:
+    return jnp.copysign(self, other)
+
+
+@pointwise("nextafter", promote="no_opmath")
+def nextafter(self: Any, other: Any) -> Any:
+    return jnp.nextafter(self, other)
+
+
+# Arithmetic
+
+
+@pointwise("add.Tensor", "add.Scalar")
+def add(self: Any, other: Any, alpha: Any = 1) -> Any:
+    return self + other * alpha
+
+
+@pointwise("sub.Tensor", "sub.Scalar")
+def sub(self: Any, other: Any, alpha: Any = 1) -> Any:
+    return self - other * alpha
+
+
+@pointwise("rsub.Tensor", "rsub.Scalar")
+def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
+    return other - self * alpha
+
+
+@pointwise("mul.Tensor", "mul.Scalar")
+def mul(self: Any, other: Any) -> Any:
+    return self * other
+
+
+@pointwise("div.Tensor", "div.Scalar", promote="int_to_float")
+def div(self: Any, other: Any) -> Any:
+    return self / other
+
+
+@lowering("div.Tensor_mode", "div.Scalar_mode", lifts=True)
+def div_mode(self: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    return {None: div, "trunc": _trunc_divide, "floor": floor_divide}[rounding_mode](self, other)
+
+
+@pointwise()
+def _trunc_divide(self: Any, other: Any) -> Any:
+    return lax.div(*jnp.broadcast_arrays(self, other)) if jnp.issubdtype(self.dtype, jnp.integer) else jnp.trunc(self / other)
+
+
+@pointwise("floor_divide", "floor_divide.Scalar")
+def floor_divide(self: Any, other: Any) -> Any:
+    if not jnp.issubdtype(self.dtype, jnp.floating):
+        return jnp.floor_divide(self, other)
+    rest = lax.rem(*jnp.broadcast_arrays(self, other))
+    quotient = (self - rest) / other
+    quotient = jnp.where((rest != 0) & ((other < 0) != (rest < 0)), quotient - 1, quotient)
+    nearest = jnp.floor(quotient)
+    nearest = jnp.where(quotient - nearest > 0.5, nearest + 1, nearest)
+    nearest = jnp.where(quotient == 0, jnp.copysign(0.0, self / other).astype(nearest.dtype), nearest)
+    return jnp.where(other == 0, self / other, nearest)
+
+
+@pointwise("fmod.Tensor", "fmod.Scalar")
+def fmod(self: Any, other: Any) -> Any:
+    return lax.rem(*jnp.broadcast_arrays(self, other))
+
+
+@pointwise("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
+def remainder(self: Any, other: Any) -> Any:
+    return jnp.remainder(self, other)
+
+
+@lowering("pow.Tensor_Scalar", structural={"exponent": EXPONENTS}, lifts=True)
+def pow_scalar(self: Any, exponent: Any, ctx: Context) -> Any:
+    x = as_dtype(self, computed(ctx))
+    if isinstance(exponent, (int, float)) and exponent in EXPONENTS:
+        match exponent:
+            case 0:
+                return jnp.ones_like(x)
+            case 1:
+                return x
+            case 2:
+                return x * x
+            case 3:
+                return x * x * x
+            case 0.5:
+                return jnp.sqrt(x)
+            case -0.5:
+                return lax.rsqrt(x)
+            case _:
+                return 1 / x
+    return _power(x, as_dtype(exponent, computed(ctx)))
+
+
+@pointwise("pow.Tensor_Tensor", "pow.Scalar")
+def pow_tensor(self: Any, exponent: Any) -> Any:
+    return _power(self, exponent)
+
+
+def _power(x: Any, exponent: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.power(x, exponent)
+    # An integer to a negative power is 0, but for 1 and -1.
+    one = jnp.ones_like(x)
+    negative = jnp.where(x == 1, 1, jnp.where(x == -1, jnp.where(exponent % 2 == 0, one, -one), 0))
+    return jnp.where(exponent < 0, negative, jnp.power(x, jnp.maximum(exponent, 0))).astype(x.dtype)
+
+
+@pointwise("addcmul")
+def addcmul(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+    return self + value * tensor1 * tensor2
+
+
+@pointwise("addcdiv")
+def addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+    return self + value * tensor1 / tensor2
+
+
+@pointwise("lerp.Scalar", "lerp.Tensor")
+def lerp(self: Any, end: Any, weight: Any) -> Any:
+    span = end - self
+    return jnp.where(jnp.abs(weight) < 0.5, self + weight * span, end - span * (1 - weight))
+
+
+@pointwise("hypot")
+def hypot(self: Any, other: Any) -> Any:
+    return jnp.hypot(self, other)
+
+
+@pointwise("atan2", promote="int_to_float")
+def atan2(self: Any, other: Any) -> Any:
+    return jnp.arctan2(self, other)
+
+
+@pointwise("logaddexp", promote="int_to_float")
+def logaddexp(self: Any, other: Any) -> Any:
+    if not jnp.issubdtype(self.dtype, jnp.complexfloating):
+        return jnp.logaddexp(self, other)
+    # PyTorch does not wrap the imaginary part, JAX does.
+    low, high = (jnp.where(self.real < other.real, a, b) for a, b in ((self, other), (other, self)))
+    return high + jnp.log1p(jnp.exp(low - high))
+
+
+@pointwise("logaddexp2", promote="int_to_float")
+def logaddexp2(self: Any, other: Any) -> Any:
+    return jnp.logaddexp2(self, other)
+
+
+@pointwise("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other", promote="int_to_float")
+def xlogy(self: Any, other: Any) -> Any:
+    return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log(other)))
+
+
+@pointwise("heaviside")
+def heaviside(self: Any, values: Any) -> Any:
+    return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
+
+
+@pointwise("gcd")
+def gcd(self: Any, other: Any) -> Any:
+    return jnp.gcd(self, other)
+
+
+@pointwise("lcm")
+def lcm(self: Any, other: Any) -> Any:
+    return jnp.lcm(self, other)
+
+
+@pointwise("ldexp.Tensor", promote="int_to_float")
+def ldexp(self: Any, other: Any) -> Any:
+    return self * jnp.exp2(other)
+
+
+@pointwise("frexp.Tensor")
+def frexp(self: Any) -> Any:
+    return jnp.frexp(self)
+
+
+@lowering("logit", structural={"eps": None})
+def logit(self: Any, eps: float | None = None, *, ctx: Context) -> Any:
+    x = as_dtype(self, computed(ctx))
+    x = x if eps is None else jnp.clip(x, eps, 1 - eps)
+    return jnp.log(x / (1 - x))
+
+
+@lowering("logit_backward", structural={"eps": None})
+def logit_backward(grad_output: Any, self: Any, eps: float | None = None, *, ctx: Context) -> Any:
+    grad, x = (as_dtype(v, computed(ctx)) for v in (grad_output, self))
+    low, high, outside = (0.0, 1.0, jnp.nan) if eps is None else (eps, 1 - eps, 0.0)
+    return jnp.where((x < low) | (x > high), outside, grad / (x * (1 - x)))
+
+
+# Complex numbers
+
+
+@pointwise("complex")
+def complex_(real: Any, imag: Any) -> Any:
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@pointwise("polar")
+def polar(abs: Any, angle: Any) -> Any:
+    return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
+
+
+@lowering("conj_physical")
+def conj_physical(self: Any) -> Any:
+    return jnp.conj(self) if jnp.issubdtype(self.dtype, jnp.complexfloating) else self
+
+
+@pointwise("angle", promote="int_to_float")
+def angle(self: Any) -> Any:
+    if jnp.issubdtype(self.dtype, jnp.complexfloating):
+        return jnp.angle(self)
+    return jnp.where(jnp.isnan(self), self, jnp.where(self < 0, jnp.pi, 0))
