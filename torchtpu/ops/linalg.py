@@ -1,0 +1,364 @@
+"""Linear algebra: in come (batches of) matrices, out go their factorizations, inverses, determinants and solutions.
+
+On the CPU platform XLA calls LAPACK, on TPU its own expansions; `info` outputs follow LAPACK's counting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, lowering
+
+
+def matmul(a: Any, b: Any) -> Any:
+    """The product, in full precision on every platform."""
+    return jnp.matmul(a, b, precision="highest")
+
+
+def adjoint(a: Any) -> Any:
+    """The conjugate transpose of the last two dimensions."""
+    return jnp.conj(jnp.swapaxes(a, -1, -2))
+
+
+def empty(ctx: Any, index: int) -> Any:
+    """The result an op leaves without elements."""
+    shape, dtype = ctx.results[index]
+    return jnp.zeros(shape, jax_dtype(dtype))
+
+
+def _broadcast_batch(*arrays: tuple[Any, int]) -> list[Any]:
+    """Arrays with the leading dimensions broadcast; each comes with the number of its trailing ones."""
+    batch = jnp.broadcast_shapes(*(a.shape[: a.ndim - core] for a, core in arrays))
+    return [jnp.broadcast_to(a, (*batch, *a.shape[a.ndim - core :])) for a, core in arrays]
+
+
+def solve_triangle(a: Any, b: Any, *, lower: bool, left: bool = True, unit: bool = False, turned: bool = False) -> Any:
+    """X with a X = b (`left`) or X a = b for a triangular `a`, or for its conjugate transpose where `turned`."""
+    if 0 in b.shape:
+        return b
+    return lax.linalg.triangular_solve(
+        a, b, left_side=left, lower=lower, transpose_a=turned, conjugate_a=turned, unit_diagonal=unit
+    )
+
+
+@lowering("linalg_solve_triangular")
+def linalg_solve_triangular(self, B, *, upper, left=True, unitriangular=False):  # noqa: N803
+    a, b = _broadcast_batch((self, 2), (B, 2))
+    return solve_triangle(a, b, lower=not upper, left=left, unit=unitriangular)
+
+
+@lowering("triangular_solve")
+def triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):  # noqa: N803
+    a, b = _broadcast_batch((A, 2), (self, 2))
+    turned = jnp.swapaxes(a, -1, -2) if transpose else a
+    return solve_triangle(turned, b, lower=upper == transpose, unit=unitriangular), a
+
+
+# Cholesky
+
+
+@lowering("linalg_cholesky_ex")
+def linalg_cholesky_ex(self, *, upper=False, check_errors=False, ctx):
+    if not self.size:
+        return self, empty(ctx, 1)
+    a = adjoint(self) if upper else self
+    factor = jnp.tril(lax.linalg.cholesky(a, symmetrize_input=False))
+    info = _cholesky_info(a, factor)
+    if check_errors:
+        _check_positive_definite(ctx, "linalg.cholesky_ex", info)
+    return adjoint(factor) if upper else factor, info
+
+
+@lowering("cholesky")
+def cholesky(self, upper=False, *, ctx):
+    if not self.size:
+        return self
+    factor, info = linalg_cholesky_ex(self, upper=upper, ctx=ctx)
+    _check_positive_definite(ctx, "cholesky", info)
+    return factor
+
+
+def _check_positive_definite(ctx: Any, name: str, info: Any) -> None:
+    message = f"{name}: The factorization could not be completed because the input is not positive-definite"
+    ctx.check(info == 0, message, torch.linalg.LinAlgError)
+
+
+def _cholesky_info(a: Any, factor: Any) -> Any:
+    """0, or the order of the first leading minor that is not positive-definite; XLA only tells by NaNs."""
+    failed = jnp.isnan(jnp.diagonal(factor, axis1=-2, axis2=-1).real).any(-1)
+
+    def first_bad_minor() -> Any:
+        def step(k: Any, state: Any) -> Any:
+            rest, info = state
+            pivot = rest[..., k, k].real
+            bad = ~(pivot > 0)
+            column = rest[..., :, k] / jnp.where(bad, 1, pivot)[..., None]
+            rest = rest - column[..., :, None] * jnp.conj(rest[..., None, :, k])
+            return rest, jnp.where((info == 0) & bad, k + 1, info)
+
+        lower = jnp.tril(a)
+        full = lower + adjoint(jnp.tril(a, -1))
+        return lax.fori_loop(0, a.shape[-1], step, (full, jnp.zeros(failed.shape, jnp.int32)))[1]
+
+    return lax.cond(failed.any(), first_bad_minor, lambda: jnp.zeros(failed.shape, jnp.int32))
+
+
+@lowering("_cholesky_solve_helper")
+def cholesky_solve_helper(self, A, upper):  # noqa: N803
+    first = solve_triangle(A, self, lower=not upper, turned=upper)
+    return solve_triangle(A, first, lower=not upper, turned=not upper)
+
+
+@lowering("cholesky_inverse")
+def cholesky_inverse(self, upper=False):
+    identity = jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape)
+    return cholesky_solve_helper(identity, self, upper)
+
+
+# LU
+
+
+def factor_lu(a: Any, pivot: bool = True) -> tuple[Any, Any, Any]:
+    """(LU in one matrix, LAPACK's pivots counted from 1, info = the first zero on U's diagonal counted from 1)."""
+    size = min(a.shape[-2:])
+    if not a.size:
+        pivots = jnp.broadcast_to(jnp.arange(1, size + 1, dtype=jnp.int32), (*a.shape[:-2], size))
+        return a, pivots, jnp.zeros(a.shape[:-2], jnp.int32)
+    if pivot:
+        lu, pivots, _ = lax.linalg.lu(a)
+    else:
+        lu, pivots = _lu_without_pivots(a), jnp.broadcast_to(jnp.arange(size), (*a.shape[:-2], size))
+    zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
+    info = jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0)
+    return lu, pivots.astype(jnp.int32) + 1, info.astype(jnp.int32)
+
+
+def _lu_without_pivots(a: Any) -> Any:
+    rows, columns = jnp.arange(a.shape[-2]), jnp.arange(a.shape[-1])
+
+    def step(k: Any, lu: Any) -> Any:
+        multiplier = jnp.where(rows > k, lu[..., :, k] / lu[..., k, k, None], 0)
+        lu = lu - multiplier[..., :, None] * jnp.where(columns > k, lu[..., k, :], 0)[..., None, :]
+        return lu.at[..., :, k].set(jnp.where(rows > k, multiplier, lu[..., :, k]))
+
+    return lax.fori_loop(0, min(a.shape[-2:]), step, a)
+
+
+def _permutation(pivots: Any, size: int) -> Any:
+    """The row order `p` with A[p] = L U."""
+    return lax.linalg.lu_pivots_to_permutation(pivots.astype(jnp.int32) - 1, size)
+
+
+def _take_rows(b: Any, order: Any) -> Any:
+    return jnp.take_along_axis(b, order[..., None], axis=-2)
+
+
+def solve_lu(lu: Any, pivots: Any, b: Any, *, turned: bool = False) -> Any:
+    """X with A X = b, or with Aᴴ X = b where `turned`, for A = P L U."""
+    order = _permutation(pivots, lu.shape[-1])
+    if turned:
+        first = solve_triangle(lu, b, lower=False, turned=True)
+        return _take_rows(solve_triangle(lu, first, lower=True, unit=True, turned=True), jnp.argsort(order, -1))
+    first = solve_triangle(lu, _take_rows(b, order), lower=True, unit=True)
+    return solve_triangle(lu, first, lower=False)
+
+
+def _check_invertible(ctx: Any, name: str, info: Any) -> None:
+    ctx.check(info == 0, f"{name}: The diagonal element of U is zero, the matrix is singular", torch.linalg.LinAlgError)
+
+
+@lowering("linalg_lu_factor_ex")
+def linalg_lu_factor_ex(self, *, pivot=True, check_errors=False, ctx):
+    lu, pivots, info = factor_lu(self, pivot)
+    if check_errors:
+        _check_invertible(ctx, "torch.linalg.lu_factor_ex", info)
+    return lu, pivots, info
+
+
+@lowering("linalg_lu")
+def linalg_lu(self, *, pivot=True, ctx):
+    lu, pivots, _ = factor_lu(self, pivot)
+    return lu_unpack(lu, pivots, True, pivot, ctx=ctx)
+
+
+@lowering("lu_unpack")
+def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, *, ctx):  # noqa: N803
+    rows, columns = LU_data.shape[-2:]
+    size = min(rows, columns)
+    p, lower, upper = (empty(ctx, i) for i in range(3))
+    if unpack_pivots:
+        eye = jnp.eye(rows, dtype=LU_data.dtype)
+        p = jnp.swapaxes(eye[_permutation(LU_pivots, rows)], -1, -2) if size else jnp.broadcast_to(eye, p.shape)
+    if unpack_data:
+        lower = jnp.tril(LU_data[..., :, :size], -1) + jnp.eye(rows, size, dtype=LU_data.dtype)
+        upper = jnp.triu(LU_data[..., :size, :])
+    return p, lower, upper
+
+
+@lowering("linalg_lu_solve")
+def linalg_lu_solve(LU, pivots, B, *, left=True, adjoint=False):  # noqa: N803
+    lu, pivots, b = _broadcast_batch((LU, 2), (pivots, 1), (B, 2))
+    if left:
+        return solve_lu(lu, pivots, b, turned=adjoint)
+    turn = lambda x: jnp.conj(jnp.swapaxes(x, -1, -2))  # noqa: E731
+    return turn(solve_lu(lu, pivots, turn(b), turned=not adjoint))
+
+
+def _factors_transpose(a: Any, ctx: Any) -> bool:
+    # PyTorch factors A.mT where A is contiguous and real, and its autograd formulas count on it.
+    contiguous = getattr(ctx, "contiguous", ())
+    return not jnp.iscomplexobj(a) and (not contiguous or contiguous[0])
+
+
+@lowering("_linalg_solve_ex")
+def linalg_solve_ex(A, B, *, left=True, check_errors=False, ctx):  # noqa: N803
+    is_vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
+    transposed = _factors_transpose(A, ctx)
+    lu, pivots, info = factor_lu(jnp.swapaxes(A, -1, -2) if transposed else A)
+    if check_errors:
+        _check_invertible(ctx, "torch.linalg.solve_ex", info)
+    solution = linalg_lu_solve(lu, pivots, B[..., None] if is_vector else B, left=left, adjoint=transposed)
+    return solution[..., 0] if is_vector else solution, lu, pivots, info
+
+
+@lowering("linalg_inv_ex")
+def linalg_inv_ex(A, *, check_errors=False, ctx):  # noqa: N803
+    lu, pivots, info = factor_lu(A)
+    if check_errors:
+        _check_invertible(ctx, "linalg.inv_ex", info)
+    identity = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
+    return solve_lu(lu, pivots, identity), info
+
+
+def _determinant_parts(a: Any, ctx: Any) -> tuple[Any, Any, Any, Any]:
+    lu, pivots, _ = factor_lu(jnp.swapaxes(a, -1, -2) if _factors_transpose(a, ctx) else a)
+    swaps = (pivots != jnp.arange(1, a.shape[-1] + 1)).sum(-1)
+    sign = jnp.where(swaps % 2 == 1, -1, 1).astype(a.dtype)
+    return jnp.diagonal(lu, axis1=-2, axis2=-1), sign, lu, pivots
+
+
+@lowering("_linalg_det")
+def linalg_det(A, *, ctx):  # noqa: N803
+    diagonal, sign, lu, pivots = _determinant_parts(A, ctx)
+    return sign * jnp.prod(diagonal, -1), lu, pivots
+
+
+@lowering("_linalg_slogdet")
+def linalg_slogdet(A, *, ctx):  # noqa: N803
+    diagonal, sign, lu, pivots = _determinant_parts(A, ctx)
+    return sign * jnp.prod(jnp.sign(diagonal), -1), jnp.log(jnp.abs(diagonal)).sum(-1), lu, pivots
+
+
+# Orthogonal factorizations
+
+
+@lowering("linalg_qr")
+def linalg_qr(A, mode="reduced", *, ctx):  # noqa: N803
+    if 0 in A.shape[-2:]:
+        eye = jnp.eye(A.shape[-2], dtype=A.dtype)
+        q_shape, r_shape = (shape for shape, _ in ctx.results)
+        return jnp.broadcast_to(eye[:, : q_shape[-1]], q_shape), jnp.zeros(r_shape, A.dtype)
+    q, r = lax.linalg.qr(A, full_matrices=mode == "complete")
+    return empty(ctx, 0) if mode == "r" else q, r
+
+
+def _infer_geqrf(self: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if self.dim() < 2:
+        raise RuntimeError("torch.geqrf: input must have at least 2 dimensions.")
+    return torch.empty_like(self.mT.contiguous()).mT, self.new_empty((*self.shape[:-2], min(self.shape[-2:])))
+
+
+@lowering("geqrf", infer=_infer_geqrf)
+def geqrf(self):
+    transposed, tau = jnp.linalg.qr(self, mode="raw")
+    return jnp.swapaxes(transposed, -1, -2), tau
+
+
+@lowering("linalg_householder_product")
+def linalg_householder_product(input, tau):
+    return lax.linalg.householder_product(input, tau) if input.size else input
+
+
+@lowering("ormqr")
+def ormqr(self, input2, input3, left=True, transpose=False):
+    size = self.shape[-2]
+    square = jnp.zeros((*self.shape[:-1], size), self.dtype).at[..., : self.shape[-1]].set(self[..., :size])
+    q = lax.linalg.householder_product(square, input2)
+    q = adjoint(q) if transpose else q
+    return matmul(q, input3) if left else matmul(input3, q)
+
+
+@lowering("_linalg_svd")
+def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None, ctx):  # noqa: N803
+    if not A.size:
+        made = [empty(ctx, i) for i in range(3)]
+        return [x if i == 1 or not x.size else _eye_like(x) for i, x in enumerate(made)]
+    if not compute_uv:
+        return empty(ctx, 0), lax.linalg.svd(A, compute_uv=False), empty(ctx, 2)
+    return lax.linalg.svd(A, full_matrices=full_matrices)
+
+
+def _eye_like(x: Any) -> Any:
+    return jnp.broadcast_to(jnp.eye(*x.shape[-2:], dtype=x.dtype), x.shape)
+
+
+@lowering("_linalg_eigh")
+def linalg_eigh(A, UPLO="L", compute_v=True, *, ctx):  # noqa: N803
+    if not A.size:
+        return empty(ctx, 0), empty(ctx, 1)
+    vectors, values = lax.linalg.eigh(A, lower=UPLO.upper() == "L", symmetrize_input=False)
+    return values, vectors if compute_v else empty(ctx, 1)
+
+
+def _infer_lstsq(self: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: Any = None, **_: Any) -> Any:
+    columns = b[..., None] if self.dim() - 1 == b.dim() and self.shape[:-1] == b.shape else b
+    batch = torch.broadcast_shapes(self.shape[:-2], columns.shape[:-2])
+    if self.shape[-2] != columns.shape[-2] or self.dtype != b.dtype:
+        raise RuntimeError("torch.linalg.lstsq: input.size(-2) should match other.size(-2)")
+    m, n = self.shape[-2:]
+    real = torch.empty((), dtype=self.dtype, device="meta").real.dtype
+    solution = self.new_empty((*batch, n, columns.shape[-1]))
+    return (
+        solution if columns is b else solution[..., 0],
+        b.new_empty((*batch, columns.shape[-1]) if m > n and driver not in (None, "gelsy") else (0,), dtype=real),
+        b.new_empty(self.shape[:-2] if driver != "gels" else (0,), dtype=torch.int64),
+        b.new_empty((*self.shape[:-2], min(m, n)) if driver in ("gelsd", "gelss") else (0,), dtype=real),
+    )
+
+
+@lowering("linalg_lstsq", infer=_infer_lstsq)
+def linalg_lstsq(self, b, rcond=None, *, driver=None, ctx):
+    # One algorithm for all drivers: the solution of least norm.  gelsd and gelss return residuals even where the rank is
+    # deficient, since that is known only on the device.
+    is_vector = self.ndim - 1 == b.ndim and self.shape[:-1] == b.shape
+    a, b = _broadcast_batch((self, 2), (b[..., None] if is_vector else b, 2))
+    u, s, vh = lax.linalg.svd(a, full_matrices=False)
+    cut = jnp.finfo(s.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond
+    kept = s > jnp.asarray(cut, s.dtype) * s[..., :1]
+    scaled = matmul(adjoint(u), b) * jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)[..., None]
+    x = matmul(adjoint(vh), scaled)
+    residuals = (jnp.abs(b - matmul(a, x)) ** 2).sum(-2)
+    shapes = [shape for shape, _ in ctx.results]
+    extras = [v if v.shape == shapes[i] else empty(ctx, i) for i, v in ((1, residuals), (2, kept.sum(-1)), (3, s))]
+    return x[..., 0] if is_vector else x, *extras
+
+
+# Products
+
+
+@lowering("linalg_matrix_exp")
+def linalg_matrix_exp(self):
+    if not self.size:
+        return self
+    flat = self.reshape(-1, *self.shape[-2:])
+    with jax.default_matmul_precision("highest"):
+        return jax.vmap(lambda a: jax.scipy.linalg.expm(a, max_squarings=64))(flat).reshape(self.shape)
+
+
+@lowering("linalg_cross")
+def linalg_cross(self, other, *, dim=-1):
+    a, b = jnp.broadcast_arrays(self, other)
+    turn = lambda x, by: jnp.roll(x, by, axis=dim)  # noqa: E731
+    return turn(a, -1) * turn(b, -2) - turn(a, -2) * turn(b, -1)
