@@ -1,0 +1,214 @@
+// The extension module `torchtpu.runtime._C`: every function that Python sees.  `_C.pyi` describes them.
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "bridge.h"
+#include "device.h"
+#include "program.h"
+#include "queue.h"
+
+namespace torchtpu {
+
+namespace {
+
+OpFacts read_facts(const py::tuple& row) {
+  OpFacts facts;
+  for (auto item : row[1].cast<py::dict>()) {
+    std::optional<std::vector<double>> values;
+    if (!item.second.is_none()) values = item.second.cast<std::vector<double>>();
+    facts.structural.emplace_back(item.first.cast<std::string>(), std::move(values));
+  }
+  facts.lifts = row[2].cast<bool>();
+  facts.random = row[3].cast<bool>();
+  facts.mutates = row[4].cast<std::vector<std::string>>();
+  facts.has_infer = row[5].cast<bool>();
+  return facts;
+}
+
+py::list input_objects(const Work& work) {
+  py::list objects(work.inputs.size());
+  for (size_t i = 0; i < work.inputs.size(); i++) {
+    Buffer& buffer = *work.inputs[i];
+    if (!buffer.object) buffer.object = upload(buffer.host, buffer.device);
+    Py_INCREF(buffer.object);
+    PyList_SET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i), buffer.object);
+  }
+  return objects;
+}
+
+py::list input_guards(const Work& work) {
+  py::list guards;
+  for (const auto& input : work.inputs) {
+    if (input->guard && !guards.contains(py::handle(input->guard))) guards.append(py::handle(input->guard));
+  }
+  return guards;
+}
+
+py::object optional_tensor(const at::Tensor& t) { return t.defined() ? py::cast(t) : py::object(py::none()); }
+
+py::dict describe_region(const Work& work) {
+  py::dict d;
+  d["sequence"] = work.sequence;
+  d["ops"] = work.plan->node->depth;
+  d["inputs"] = work.inputs.size();
+  d["outputs"] = work.outputs.size();
+  d["reason"] = work.reason;
+  d["line"] = work.line;
+  return d;
+}
+
+py::dict stats() {
+  py::dict d, cuts;
+  int64_t trie_nodes = 0, live_nodes = 0;
+  for (Recorder* r : all_recorders()) {
+    StateGuard guard(state_lock);
+    trie_nodes += r->trie->nodes;
+    live_nodes += r->at->next_value;
+  }
+  {
+    StateGuard guard(state_lock);
+    for (const auto& [reason, count] : counters.cuts) cuts[reason.c_str()] = count;
+  }
+  int64_t buffers = 0;
+  for (const auto& device : memory_stats) buffers += device.buffers;
+  d["ops_recorded"] = counters.hits + counters.misses;
+  d["trie_hits"] = counters.hits.load();
+  d["trie_misses"] = counters.misses.load();
+  d["trie_nodes"] = trie_nodes;
+  d["regions"] = counters.regions.load();
+  d["cuts"] = cuts;
+  d["live_buffers"] = buffers;
+  d["live_nodes"] = live_nodes;
+  d["queue"] = queue_length();
+  return d;
+}
+
+void reset_stats() {
+  counters.hits = counters.misses = counters.regions = 0;
+  StateGuard guard(state_lock);
+  counters.cuts.clear();
+}
+
+// Values of the pending region will be buffers at the next cut; they count as allocated already.
+int64_t pending_bytes(c10::DeviceIndex device) {
+  int64_t bytes = 0;
+  for (Recorder* r : all_recorders()) {
+    if (r->device != device) continue;
+    StateGuard guard(state_lock);
+    for (int32_t value = 0; value < r->at->next_value; value++) {
+      if (r->live[value]) bytes += static_cast<int64_t>(r->live[value]->nbytes());
+    }
+  }
+  return bytes;
+}
+
+py::dict device_memory(int device) {
+  auto& m = memory_stats[device];
+  int64_t allocated = m.allocated + pending_bytes(static_cast<c10::DeviceIndex>(device));
+  py::dict d;
+  d["allocated"] = allocated;
+  d["peak"] = std::max(m.peak.load(), allocated);
+  d["reserved"] = allocated;
+  d["peak_reserved"] = std::max(m.peak.load(), allocated);
+  d["num_buffers"] = m.buffers.load();
+  d["total_allocated"] = m.total.load();
+  return d;
+}
+
+py::object dump(int device) {
+  Recorder& r = recorder_for(static_cast<c10::DeviceIndex>(device));
+  std::vector<const Base*> inputs;
+  std::vector<int32_t> outputs;
+  std::shared_ptr<Trie> trie;
+  const Node* at;
+  {
+    StateGuard guard(state_lock);
+    if (r.is_empty()) return py::none();
+    trie = r.trie;
+    at = r.at;
+    for (const auto& input : r.inputs) inputs.push_back(input->base);
+    for (int32_t value = 0; value < at->next_value; value++) {
+      if (r.live[value]) outputs.push_back(value);
+    }
+  }
+  const Node* first = at;
+  while (first->parent->info) first = first->parent;
+  return make_program(at, inputs, outputs, {}, first->line);
+}
+
+void bind_engine_types(py::module& m) {
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+      .def_property_readonly("program", [](const Plan& p) { return make_program(p.node, p.inputs, p.outputs, p.donated, p.line); })
+      .def_property_readonly("device", [](const Plan& p) { return static_cast<int>(p.device); })
+      .def_property_readonly("line", [](const Plan& p) { return p.line; })
+      .def("ready", [](Plan& p, py::object executable) { plan_ready(p, executable.ptr()); })
+      .def("failed", [](Plan& p, py::object error) { plan_failed(p, error.ptr()); });
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def_property_readonly("executable", [](const Work& w) { return py::reinterpret_borrow<py::object>(w.plan->executable); })
+      .def_property_readonly("device", [](const Work& w) { return static_cast<int>(w.device); })
+      .def_property_readonly("floats", [](const Work& w) { return optional_tensor(w.floats); })
+      .def_property_readonly("ints", [](const Work& w) { return optional_tensor(w.ints); })
+      .def_property_readonly("region", &describe_region)
+      .def("inputs", &input_objects)
+      .def("guards", &input_guards)
+      .def("done",
+           [](Work& w, const py::list& objects, const py::object& guard) {
+             std::vector<PyObject*> raw;
+             for (auto object : objects) raw.push_back(object.ptr());
+             TORCH_CHECK(raw.size() >= w.outputs.size(), "torchtpu: a launch returned too few outputs");
+             work_done(w, raw, guard.is_none() ? nullptr : guard.ptr());
+           })
+      .def("failed", [](Work& w, py::object error) { work_failed(w, error.ptr()); });
+}
+
+}  // namespace
+}  // namespace torchtpu
+
+PYBIND11_MODULE(_C, m) {
+  using namespace torchtpu;
+  m.attr("built_torch_version") = TORCH_VERSION;
+  bind_device(m);
+  bind_engine_types(m);
+  m.def("register_ops", [](const py::list& rows) {
+    std::vector<std::pair<std::string, OpFacts>> table;
+    for (auto row : rows) {
+      auto fields = row.cast<py::tuple>();
+      table.emplace_back(fields[0].cast<std::string>(), read_facts(fields));
+    }
+    return register_ops(table);
+  });
+  m.def("set_engine", [](const py::object& engine) { set_engine(engine.ptr()); });
+  m.def("cut", [](const std::string& reason) {
+    static auto* reasons = new std::unordered_map<std::string, std::string>();
+    const char* kept = reasons->try_emplace(reason, reason).first->second.c_str();
+    py::gil_scoped_release release;
+    bool any = false;
+    for (c10::DeviceIndex device = 0; device < device_count(); device++) any |= cut(recorder_for(device), kept) != nullptr;
+    return any;
+  });
+  m.def("mark_boundary", [](const std::string& reason) {
+    static auto* reasons = new std::unordered_map<std::string, std::string>();
+    mark_boundary(reasons->try_emplace(reason, reason).first->second.c_str());
+  });
+  m.def("synchronize", [](int device) { synchronize(static_cast<c10::DeviceIndex>(device)); }, py::arg("device") = -1);
+  m.def("to_host", [](const at::Tensor& t) { return read_to_host(t).clone(at::MemoryFormat::Preserve); });
+  m.def("stats", &stats);
+  m.def("reset_stats", &reset_stats);
+  m.def("memory_stats", &device_memory);
+  m.def("reset_peak_memory", [](int device) { memory_stats[device].peak = memory_stats[device].allocated.load(); });
+  m.def("record_marker", [](int device) { return record_marker(static_cast<c10::DeviceIndex>(device)); });
+  m.def("wait_marker", &wait_marker);
+  m.def("marker_time", &marker_time);
+  m.def("set_sync", [](bool on) { sync_mode = on; });
+  m.def("set_limits", [](int64_t max_ops, int64_t max_bytes, int64_t max_in_flight) {
+    limits.max_ops = max_ops;
+    limits.max_bytes = max_bytes;
+    limits.max_in_flight = max_in_flight;
+  });
+  m.def("dump", &dump);
+  m.def("current_line", &current_line);
+  m.def("drain", &drain_decrefs);
+  m.def("shutdown", &shutdown);
+}

@@ -1,0 +1,139 @@
+#include "bridge.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "queue.h"
+
+namespace torchtpu {
+
+namespace py = pybind11;
+
+namespace {
+
+PyObject* engine_object = nullptr;
+
+py::handle engine() {
+  TORCH_CHECK(engine_object, "torchtpu: the engine is not set up");
+  return engine_object;
+}
+
+// Runs `call` and turns a Python exception into one that torch's bindings restore.
+template <class F>
+auto guarded(F&& call) {
+  try {
+    return call();
+  } catch (py::error_already_set& e) {
+    e.restore();
+    throw_python_error();
+  }
+}
+
+bool is_library_file(const char* path) {
+  static const std::vector<std::string>* roots = [] {
+    auto* found = new std::vector<std::string>();
+    for (const char* name : {"torch", "torchtpu", "torchtpu.runtime"}) {
+      auto file = py::module_::import(name).attr("__file__").cast<std::string>();
+      found->push_back(file.substr(0, file.rfind('/') + 1));
+    }
+    return found;
+  }();
+  if (path[0] == '<') return true;
+  for (const auto& root : *roots) {
+    if (strncmp(path, root.c_str(), root.size()) == 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void set_engine(PyObject* engine) {
+  Py_INCREF(engine);
+  Py_XDECREF(std::exchange(engine_object, engine));
+}
+
+void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+void raise_stored(PyObject* error) {
+  py::gil_scoped_acquire gil;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  throw_python_error();
+}
+
+std::string current_line() {
+  if (!Py_IsInitialized()) return "";
+  py::gil_scoped_acquire gil;
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame) {
+    auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+    std::string file = py::cast<std::string>(code.attr("co_filename"));
+    if (!is_library_file(file.c_str())) return file + ":" + std::to_string(PyFrame_GetLineNumber(raw));
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
+  }
+  return "";
+}
+
+void infer_in_python(const OpInfo& info, Stack* stack) {
+  py::gil_scoped_acquire gil;
+  guarded([&] {
+    py::list args;
+    for (const IValue& v : *stack) args.append(torch::jit::toPyObject(v));
+    py::object results = engine().attr("infer")(info.name, args);
+    const auto& returns = info.handle.schema().returns();
+    if (returns.size() == 1) results = py::make_tuple(results);
+    stack->clear();
+    for (size_t i = 0; i < returns.size(); i++) {
+      py::object result = results[py::int_(i)];
+      bool undefined = result.is_none() && returns[i].type()->kind() == c10::TypeKind::TensorType;
+      stack->push_back(undefined ? IValue(at::Tensor()) : torch::jit::toIValue(result, returns[i].type()));
+    }
+  });
+}
+
+void report_fallback(const std::string& op, int64_t nbytes) {
+  std::string line = current_line();
+  py::gil_scoped_acquire gil;
+  guarded([&] { engine().attr("fallback")(op, line, nbytes); });
+}
+
+at::Tensor download(PyObject* object) {
+  py::gil_scoped_acquire gil;
+  return guarded([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
+}
+
+PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
+  py::gil_scoped_acquire gil;
+  return guarded([&] { return engine().attr("upload")(host, static_cast<int>(device)).release().ptr(); });
+}
+
+void resolve_guard(PyObject* guard) {
+  py::gil_scoped_acquire gil;
+  guarded([&] { engine().attr("resolve")(py::handle(guard)); });
+}
+
+void report_waiting(const std::string& what, double seconds) {
+  guarded([&] { engine().attr("waiting")(what, seconds); });
+}
+
+void finish_device(c10::DeviceIndex device) {
+  py::gil_scoped_acquire gil;
+  guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
+}
+
+void launch(const WorkRef& work) { guarded([&] { engine().attr("launch")(work); }); }
+
+void plan(const std::shared_ptr<Plan>& plan) {
+  try {
+    engine().attr("plan")(plan);
+  } catch (py::error_already_set& e) {
+    plan_failed(*plan, e.value().ptr());
+  }
+}
+
+}  // namespace torchtpu

@@ -1,0 +1,26 @@
+// Calls from the recorder up into Python: the only door besides the engine's own callbacks.
+#pragma once
+
+#include "trie.h"
+
+namespace torchtpu {
+
+// Replaces the arguments on the stack (meta tensors) by the results of the op's `infer` function.
+void infer_in_python(const OpInfo& info, Stack* stack);
+// The engine's answer to an op about to run on the CPU; raises where the user refuses fallbacks.
+void report_fallback(const std::string& op, int64_t nbytes);
+at::Tensor download(PyObject* object);
+PyObject* upload(const at::Tensor& host, c10::DeviceIndex device);  // new reference
+void resolve_guard(PyObject* guard);
+void launch(const std::shared_ptr<struct Work>& work);
+void plan(const std::shared_ptr<struct Plan>& plan);
+void report_waiting(const std::string& what, double seconds);
+void finish_device(c10::DeviceIndex device);
+// "file:line" of the innermost user frame; "" without one.  Takes the GIL.
+std::string current_line();
+// Raises the stored exception.
+[[noreturn]] void raise_stored(PyObject* error);
+// Raises what PyErr_Occurred() says; the GIL is held.
+[[noreturn]] void throw_python_error();
+
+}  // namespace torchtpu

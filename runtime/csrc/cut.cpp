@@ -1,0 +1,201 @@
+// Where a region ends: in comes a recorder with its pending region, out goes a launch of the plan that fits it.
+
+#include <ATen/EmptyTensor.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+
+#include "bridge.h"
+#include "queue.h"
+
+namespace torchtpu {
+
+namespace {
+constexpr int kFewestOpsToMark = 4;  // an optimizer step that ends so small a region is no boundary
+}  // namespace
+
+namespace {
+
+bool is_subset(const std::vector<int32_t>& small, const std::vector<int32_t>& large) {
+  return std::includes(large.begin(), large.end(), small.begin(), small.end());
+}
+
+bool is_mask_subset(const std::vector<uint8_t>& small, const std::vector<uint8_t>& large) {
+  for (size_t i = 0; i < small.size(); i++) {
+    if (small[i] && !(i < large.size() && large[i])) return false;
+  }
+  return true;
+}
+
+// value -> base, for the values listed (ascending)
+std::vector<const Base*> bases_of(const Node* node, const std::vector<int32_t>& values) {
+  std::vector<const Base*> all(node->next_value, nullptr);
+  for (; node->info; node = node->parent) {
+    for (const auto& ret : node->returns) {
+      for (const auto& m : ret.tensors) {
+        if (!m.is_undefined) all[m.value] = m.base;
+      }
+    }
+    for (const auto& w : node->writes) all[w.value] = w.meta.base;
+  }
+  std::vector<const Base*> bases;
+  for (int32_t value : values) bases.push_back(all[value]);
+  return bases;
+}
+
+int64_t total_bytes(const std::vector<const Base*>& bases) {
+  int64_t bytes = 0;
+  for (const Base* base : bases) bytes += base->nbytes;
+  return bytes;
+}
+
+// A plan that computes more than is alive is good enough where the surplus is small.
+constexpr int64_t kSmallSurplusBytes = 1 << 20;
+
+bool is_usable(const Plan& plan, const std::vector<int32_t>& live, const std::vector<uint8_t>& free,
+               int64_t live_bytes) {
+  return is_subset(live, plan.outputs) && is_mask_subset(plan.donated, free) &&
+         plan.output_bytes - live_bytes <= std::max(kSmallSurplusBytes, live_bytes / 50);
+}
+
+// The donation mask shrinks to what is free at every visit; after the second shrink nothing is donated any more.
+const std::vector<uint8_t>& agree_on_donation(Node& node, const std::vector<uint8_t>& free) {
+  if (node.plans.empty()) {
+    node.donation = free;
+  } else if (!is_mask_subset(node.donation, free)) {
+    bool is_last = ++node.donation_shrinks > 2;
+    for (size_t i = 0; i < node.donation.size(); i++) node.donation[i] &= !is_last && free[i];
+  }
+  return node.donation;
+}
+
+std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live, const std::vector<uint8_t>& free,
+                                  const std::string& line) {
+  Node& node = *r.at;
+  auto bases = bases_of(&node, live);
+  int64_t live_bytes = total_bytes(bases);
+  std::shared_ptr<Plan> best;
+  for (auto& plan : node.plans) {
+    if (is_usable(*plan, live, free, live_bytes) && (!best || plan->output_bytes < best->output_bytes)) best = plan;
+  }
+  if (best) return best;
+  auto plan = std::make_shared<Plan>();
+  plan->trie = r.trie;
+  plan->node = &node;
+  plan->outputs = live;
+  for (auto& known : node.plans) {  // incomparable live sets converge to their union
+    std::vector<int32_t> both;
+    std::set_union(plan->outputs.begin(), plan->outputs.end(), known->outputs.begin(), known->outputs.end(),
+                   std::back_inserter(both));
+    if (total_bytes(bases_of(&node, both)) - live_bytes <= std::max(kSmallSurplusBytes, live_bytes / 50)) {
+      plan->outputs = std::move(both);
+    }
+  }
+  plan->output_bytes = total_bytes(bases_of(&node, plan->outputs));
+  plan->donated = agree_on_donation(node, free);
+  for (const auto& input : r.inputs) plan->inputs.push_back(input->base);
+  plan->device = r.device;
+  plan->line = line;
+  node.plans.push_back(plan);
+  enqueue_plan(plan);
+  return plan;
+}
+
+template <class T>
+at::Tensor pack(const std::vector<T>& numbers) {
+  if (numbers.empty()) return {};
+  auto t = at::detail::empty_cpu({static_cast<int64_t>(numbers.size())}, c10::CppTypeToScalarType<T>::value);
+  memcpy(t.data_ptr(), numbers.data(), numbers.size() * sizeof(T));
+  return t;
+}
+
+void start_region(Recorder& r) {
+  if (r.trie->nodes > limits.max_nodes) r.trie = std::make_shared<Trie>();
+  r.at = &r.trie->root;
+  r.shadow = nullptr;
+  r.boundary = nullptr;
+  r.epoch = new_epoch();
+  r.inputs.clear();
+  r.floats.clear();
+  r.ints.clear();
+  std::fill(r.live.begin(), r.live.end(), nullptr);
+}
+
+}  // namespace
+
+WorkRef cut_locked(Recorder& r, const char* reason, std::string line) {
+  if (r.is_empty()) {
+    r.boundary = nullptr;
+    return nullptr;
+  }
+  std::vector<int32_t> live;
+  for (int32_t value = 0; value < r.at->next_value; value++) {
+    if (r.live[value]) live.push_back(value);
+  }
+  std::vector<uint8_t> free;
+  for (const auto& input : r.inputs) free.push_back(input->holders == 0);
+  auto work = std::make_shared<Work>();
+  work->plan = choose_plan(r, live, free, line);
+  work->device = r.device;
+  work->reason = reason;
+  work->line = std::move(line);
+  for (size_t i = 0; i < r.inputs.size(); i++) {
+    if (work->plan->donated[i]) r.inputs[i]->give_up_memory();
+  }
+  for (int32_t value : work->plan->outputs) {
+    TpuStorage* s = r.live[value];
+    auto& output = work->outputs.emplace_back();
+    if (!s) continue;
+    output = c10::make_intrusive<Buffer>(s->base, r.device, BufferState::kPending);
+    s->set_buffer(output);
+  }
+  work->inputs = std::move(r.inputs);
+  work->floats = pack(r.floats);
+  work->ints = pack(r.ints);
+  counters.regions++;
+  counters.cuts[reason]++;
+  start_region(r);
+  enqueue(work);
+  return work;
+}
+
+WorkRef cut(Recorder& r, const char* reason) {
+  std::string line = r.boundary ? r.boundary_line : current_line();
+  WorkRef work;
+  {
+    StateGuard guard(state_lock);
+    work = cut_locked(r, reason, std::move(line));
+  }
+  if (work) {
+    wake_launcher();
+    throttle();
+  }
+  return work;
+}
+
+void mark_boundary(const char* reason) {
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  std::string line = current_line();
+  for (c10::DeviceIndex device = 0; device < device_count(); device++) {
+    Recorder& r = recorder_for(device);
+    StateGuard guard(state_lock);
+    if (r.at->depth < kFewestOpsToMark) continue;
+    r.boundary = reason;
+    r.boundary_line = line;
+  }
+}
+
+BufferRef materialize(TpuStorage* s, const char* reason) {
+  auto is_pending = [&] { return s->value >= 0 && s->recorder && s->recorder->epoch == s->epoch; };
+  bool pending;
+  {
+    StateGuard guard(state_lock);
+    if (!(pending = is_pending())) return s->buffer;
+  }
+  std::string line = current_line();
+  StateGuard guard(state_lock);
+  if (is_pending()) cut_locked(*s->recorder, reason, std::move(line));
+  return s->buffer;
+}
+
+}  // namespace torchtpu

@@ -1,0 +1,373 @@
+#include "queue.h"
+
+#include <pthread.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <thread>
+
+#include "bridge.h"
+
+namespace torchtpu {
+
+namespace {
+
+namespace py = pybind11;
+using Clock = std::chrono::steady_clock;
+
+double seconds_now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
+
+// Everything here lives until the process ends: storages die after static destructors have run.
+struct Queue {
+  std::mutex mutex;               // guards the fields below
+  std::condition_variable wake;   // something was queued, planned, launched or stopped
+  std::deque<WorkRef> works;      // in launch order
+  std::deque<std::shared_ptr<Plan>> plans;
+  uint64_t next_sequence = 0, next_done = 0;
+  bool is_stopping = false;
+  PyObject* unseen_error = nullptr;
+  std::vector<std::thread> threads;
+  std::unordered_map<int64_t, WorkRef> markers;
+  int64_t next_marker = 1;
+
+  // Held while the front of `works` is launched: launches happen in one order, in whichever thread is there first.
+  // Never waited for with the GIL or `mutex` held.
+  std::mutex order;
+};
+Queue* queue = new Queue();
+
+// Waits for `ready` under queue->mutex, GIL released, Ctrl-C checked.  `what` describes the wait for the log.
+template <class Ready>
+void wait_until(Ready&& ready, const std::string& what) {
+  auto start = Clock::now();
+  for (;;) {
+    auto step = [&] {
+      std::unique_lock<std::mutex> lock(queue->mutex);
+      return queue->wake.wait_for(lock, std::chrono::milliseconds(100), ready);
+    };
+    bool has_gil = Py_IsInitialized() && PyGILState_Check();
+    bool done;
+    if (has_gil) {
+      py::gil_scoped_release release;
+      done = step();
+    } else {
+      done = step();
+    }
+    if (done) return;
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw_python_error();
+    double waited = std::chrono::duration<double>(Clock::now() - start).count();
+    if (waited > 3) report_waiting(what, waited);
+  }
+}
+
+void launch_loop();
+void plan_loop();
+
+void start_threads() {
+  if (!queue->threads.empty() || queue->is_stopping) return;
+  queue->threads.emplace_back(launch_loop);
+  queue->threads.emplace_back(plan_loop);
+}
+
+bool is_failed(const BufferRef& buffer) { return buffer->state.load(std::memory_order_acquire) == BufferState::kError; }
+
+bool is_launchable(const Work& work) { return !work.plan || work.plan->state != Plan::kNew; }
+
+void finish(Work& work) {
+  for (auto& input : work.inputs) input.reset();
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    work.is_done = true;
+    queue->next_done = work.sequence + 1;
+  }
+  queue->wake.notify_all();
+}
+
+PyObject* stored_error(const Work& work) {
+  for (const auto& input : work.inputs) {
+    if (is_failed(input)) return input->error;
+  }
+  return work.plan->state == Plan::kFailed ? work.plan->error : nullptr;
+}
+
+// A value somebody is copying to the host must outlive a launch that takes its memory.
+void await_readers(const Work& work) {
+  for (size_t i = 0; i < work.inputs.size(); i++) {
+    while (work.plan->donated[i] && work.inputs[i]->readers > 0) std::this_thread::yield();
+  }
+}
+
+void launch_work(const WorkRef& work) {
+  if (!work->plan) {
+    py::gil_scoped_acquire gil;
+    finish_device(work->device);
+    work->finished_at = seconds_now();
+  } else {
+    await_readers(*work);
+    py::gil_scoped_acquire gil;
+    drain_decrefs();
+    if (PyObject* error = stored_error(*work)) {
+      work_failed(*work, error);
+    } else {
+      launch(work);
+    }
+  }
+  finish(*work);
+}
+
+// Launches the front where that is possible now; the caller holds queue->order but not the GIL.
+bool launch_front() {
+  WorkRef work;
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return false;
+    work = queue->works.front();
+    queue->works.pop_front();
+  }
+  launch_work(work);
+  return true;
+}
+
+void launch_loop() {
+  py::gil_scoped_acquire thread_state;  // kept for the thread's life: acquiring again is then cheap
+  py::gil_scoped_release idle;
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(queue->mutex);
+      queue->wake.wait(lock, [] {
+        return queue->is_stopping || (!queue->works.empty() && is_launchable(*queue->works.front()));
+      });
+      if (queue->is_stopping) return;
+    }
+    std::lock_guard<std::mutex> order(queue->order);
+    while (launch_front()) {
+    }
+  }
+}
+
+void plan_loop() {
+  py::gil_scoped_acquire thread_state;
+  py::gil_scoped_release idle;
+  for (;;) {
+    std::shared_ptr<Plan> next;
+    {
+      std::unique_lock<std::mutex> lock(queue->mutex);
+      queue->wake.wait(lock, [] { return queue->is_stopping || !queue->plans.empty(); });
+      if (queue->is_stopping) return;
+      next = queue->plans.front();
+      queue->plans.pop_front();
+    }
+    py::gil_scoped_acquire gil;
+    plan(next);
+  }
+}
+
+[[maybe_unused]] const bool fork_handlers = [] {
+  pthread_atfork(
+      [] {
+        queue->mutex.lock();
+        state_lock.lock();
+      },
+      [] {
+        state_lock.unlock();
+        queue->mutex.unlock();
+      },
+      [] {
+        in_forked_child = true;
+        state_lock.unlock();
+        queue->mutex.unlock();
+      });
+  return true;
+}();
+
+}  // namespace
+
+Plan::~Plan() {
+  defer_decref(executable);
+  defer_decref(error);
+}
+
+void enqueue_plan(std::shared_ptr<Plan> plan) {
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  queue->plans.push_back(std::move(plan));
+}
+
+void enqueue(WorkRef work) {
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  work->sequence = queue->next_sequence++;
+  queue->works.push_back(std::move(work));
+}
+
+void wake_launcher() {
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    TORCH_CHECK(!in_forked_child,
+                "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
+                "'spawn' start method");
+    start_threads();
+  }
+  queue->wake.notify_all();
+}
+
+int64_t queue_length() {
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  return static_cast<int64_t>(queue->next_sequence - queue->next_done);
+}
+
+void throttle() {
+  if (queue_length() <= limits.max_in_flight) return;
+  wait_until([] { return queue->is_stopping ||
+                         static_cast<int64_t>(queue->next_sequence - queue->next_done) <= limits.max_in_flight; },
+             "too many regions in flight");
+}
+
+void wait_ready(const BufferRef& buffer) {
+  auto is_pending = [&] { return buffer->state.load(std::memory_order_acquire) == BufferState::kPending; };
+  if (!is_pending()) return;
+  auto launch_here = [&] {
+    std::unique_lock<std::mutex> order(queue->order, std::try_to_lock);
+    while (order.owns_lock() && is_pending() && launch_front()) {
+    }
+  };
+  if (PyGILState_Check()) {
+    py::gil_scoped_release release;
+    launch_here();
+  } else {
+    launch_here();
+  }
+  if (!is_pending()) return;
+  wake_launcher();
+  wait_until([&] { return !is_pending() || queue->is_stopping; }, "a value");
+  TORCH_CHECK(!is_pending(), "tpu: the runtime was shut down before this value was computed");
+}
+
+void wait_done(const WorkRef& work) {
+  wake_launcher();
+  wait_until([&] { return work->is_done || queue->is_stopping; }, "the device");
+}
+
+void wait_all() {
+  uint64_t last;
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    last = queue->next_sequence;
+  }
+  if (queue_length() == 0) return;
+  wake_launcher();
+  wait_until([&] { return queue->next_done >= last || queue->is_stopping; }, "the device");
+}
+
+// ---- what the engine answers
+
+namespace {
+void notify() {
+  { std::lock_guard<std::mutex> lock(queue->mutex); }
+  queue->wake.notify_all();
+}
+}  // namespace
+
+void plan_ready(Plan& plan, PyObject* executable) {
+  Py_INCREF(executable);
+  plan.executable = executable;
+  plan.state = Plan::kReady;
+  notify();
+}
+
+void plan_failed(Plan& plan, PyObject* error) {
+  Py_INCREF(error);
+  plan.error = error;
+  plan.state = Plan::kFailed;
+  notify();
+}
+
+void work_done(Work& work, const std::vector<PyObject*>& objects, PyObject* guard) {
+  for (size_t i = 0; i < work.outputs.size(); i++) {
+    auto& buffer = work.outputs[i];
+    if (!buffer) continue;
+    Py_INCREF(objects[i]);
+    buffer->object = objects[i];
+    Py_XINCREF(guard);
+    buffer->guard = guard;
+    buffer->state.store(BufferState::kReady, std::memory_order_release);
+  }
+  work.outputs.clear();
+}
+
+void work_failed(Work& work, PyObject* error) {
+  for (auto& buffer : work.outputs) {
+    if (!buffer) continue;
+    Py_INCREF(error);
+    buffer->error = error;
+    buffer->state.store(BufferState::kError, std::memory_order_release);
+  }
+  work.outputs.clear();
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  if (queue->unseen_error) return;
+  Py_INCREF(error);
+  queue->unseen_error = error;
+}
+
+void raise_unseen_error() {
+  PyObject* error;
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    error = std::exchange(queue->unseen_error, nullptr);
+  }
+  if (!error) return;
+  defer_decref(error);
+  raise_stored(error);
+}
+
+void mark_seen(PyObject* error) {
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  if (queue->unseen_error != error) return;
+  queue->unseen_error = nullptr;
+  defer_decref(error);
+}
+
+// ---- markers
+
+int64_t record_marker(c10::DeviceIndex device) {
+  cut(recorder_for(device), "event");
+  auto work = std::make_shared<Work>();
+  work->device = device;
+  enqueue(work);
+  wake_launcher();
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  queue->markers[queue->next_marker] = work;
+  while (queue->markers.size() > 65536) queue->markers.erase(queue->markers.begin());
+  return queue->next_marker++;
+}
+
+namespace {
+WorkRef find_marker(int64_t marker) {
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  auto it = queue->markers.find(marker);
+  return it == queue->markers.end() ? nullptr : it->second;
+}
+}  // namespace
+
+void wait_marker(int64_t marker) {
+  if (auto work = find_marker(marker)) wait_done(work);
+}
+
+double marker_time(int64_t marker) {
+  auto work = find_marker(marker);
+  return work && work->is_done ? work->finished_at : -1;
+}
+
+// ---- shutdown
+
+void shutdown() {
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    queue->is_stopping = true;
+  }
+  queue->wake.notify_all();
+  py::gil_scoped_release release;
+  for (auto& thread : queue->threads) thread.join();
+  queue->threads.clear();
+}
+
+}  // namespace torchtpu

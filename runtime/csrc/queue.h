@@ -1,0 +1,65 @@
+// The launch queue: in come cut regions, out go calls of the engine in program order, and waiting readers.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+
+#include "recorder.h"
+
+namespace torchtpu {
+
+// One program: a path of the trie with its live set and donation mask.
+struct Plan {
+  enum State : uint8_t { kNew, kReady, kFailed };
+  std::shared_ptr<Trie> trie;      // keeps the path alive
+  const Node* node = nullptr;
+  std::vector<const Base*> inputs;
+  std::vector<int32_t> outputs;    // values, ascending
+  std::vector<uint8_t> donated;    // by input
+  int64_t output_bytes = 0;
+  c10::DeviceIndex device = 0;
+  std::string line;
+  std::atomic<State> state{kNew};
+  PyObject* executable = nullptr;  // written before state becomes kReady
+  PyObject* error = nullptr;       // written before state becomes kFailed
+  ~Plan();
+};
+
+// One launch of a plan, or a marker (no plan) that stamps the time when everything before it has finished.
+struct Work {
+  uint64_t sequence = 0;
+  std::shared_ptr<Plan> plan;
+  std::vector<BufferRef> inputs;
+  std::vector<BufferRef> outputs;  // null where the plan computes more than is alive
+  at::Tensor floats, ints;
+  c10::DeviceIndex device = 0;
+  std::string reason, line;
+  std::atomic<bool> is_done{false};
+  double finished_at = 0;          // markers: seconds of the steady clock
+};
+
+void enqueue_plan(std::shared_ptr<Plan> plan);
+void enqueue(WorkRef work);       // no waking: see wake_launcher
+void wake_launcher();
+// Waits, GIL released and Ctrl-C working, until at most limits.max_in_flight regions are queued.
+void throttle();
+// Waits until the buffer is ready; launches in this thread where that saves a hand-off.  Raises its error.
+void wait_ready(const BufferRef& buffer);
+// The same for everything queued so far.
+void wait_all();
+void wait_done(const WorkRef& work);
+int64_t queue_length();
+
+// What the engine answers; the GIL is held.
+void plan_ready(Plan& plan, PyObject* executable);
+void plan_failed(Plan& plan, PyObject* error);
+void work_done(Work& work, const std::vector<PyObject*>& objects, PyObject* guard);
+void work_failed(Work& work, PyObject* error);
+// Raises, once, the first failure that no read has raised.
+void raise_unseen_error();
+void mark_seen(PyObject* error);
+
+void set_engine(PyObject* engine);
+void shutdown();
+
+}  // namespace torchtpu

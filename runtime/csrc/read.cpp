@@ -1,0 +1,69 @@
+// Reading is eager: in comes a tensor, out comes a host tensor with its values, or the error that kept them from being.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/python_headers.h>
+
+#include "bridge.h"
+#include "queue.h"
+
+namespace torchtpu {
+
+namespace {
+
+// A value this small is kept on the host after the first read: reading it again costs nothing.
+constexpr int64_t kMaxKeptBytes = 4096;
+
+struct ReadersGuard {
+  explicit ReadersGuard(Buffer& buffer) : buffer(buffer) { buffer.readers++; }
+  ~ReadersGuard() { buffer.readers--; }
+  Buffer& buffer;
+};
+
+at::Tensor host_value(const BufferRef& buffer) {
+  ReadersGuard reading(*buffer);
+  wait_ready(buffer);
+  if (buffer->state == BufferState::kError) {
+    mark_seen(buffer->error);
+    raise_stored(buffer->error);
+  }
+  if (buffer->host.defined()) return buffer->host;
+  if (buffer->guard) resolve_guard(buffer->guard);
+  at::Tensor host = download(buffer->object);
+  if (buffer->base->nbytes <= kMaxKeptBytes) {
+    host = host.clone();
+    StateGuard guard(state_lock);
+    if (!buffer->host.defined()) buffer->host = host;
+  }
+  return host;
+}
+
+}  // namespace
+
+at::Tensor read_to_host(const at::Tensor& t) {
+  auto options = t.options().device(at::kCPU);
+  if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
+  auto* s = storage_of(t);
+  BufferRef buffer = materialize(s, "read");
+  if (!buffer) return at::zeros(t.sizes(), options);
+  at::Tensor host = host_value(buffer);
+  at::Tensor view = at::empty({0}, options);
+  auto* impl = view.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(host.storage());
+  impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+  if (t.is_conj()) view = view.conj();
+  if (t.is_neg()) view = view._neg_view();
+  return view;
+}
+
+void synchronize(c10::DeviceIndex device) {
+  for (c10::DeviceIndex index = 0; index < device_count(); index++) {
+    if (device < 0 || index == device) cut(recorder_for(index), "synchronize");
+  }
+  wait_all();
+  finish_device(device);
+  raise_unseen_error();
+}
+
+}  // namespace torchtpu

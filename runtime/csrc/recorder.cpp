@@ -1,0 +1,487 @@
+#include "recorder.h"
+
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <algorithm>
+
+#include "bridge.h"
+#include "infer.h"
+#include "queue.h"
+
+namespace torchtpu {
+
+Limits limits;
+Counters counters;
+std::atomic<bool> sync_mode{false};
+std::atomic<bool> in_forked_child{false};
+
+uint64_t new_epoch() {
+  static std::atomic<uint64_t> next{1};
+  return next++;
+}
+
+Recorder::Recorder(c10::DeviceIndex device) : device(device), epoch(new_epoch()), at(&trie->root) {}
+
+// ---- thread families
+
+namespace {
+
+// One recorder per device; shared by a thread and the autograd threads that work for it.
+struct Family : c10::DebugInfoBase {
+  std::array<Recorder*, kMaxDevices> recorders{};
+};
+
+std::mutex families_mutex;
+std::vector<std::shared_ptr<Family>>* free_families = new std::vector<std::shared_ptr<Family>>();
+std::vector<Recorder*>* every_recorder = new std::vector<Recorder*>();
+
+// A thread's own family; handed on, with its trie, to the next thread when this one ends.
+struct OwnFamily {
+  std::shared_ptr<Family> family;
+  ~OwnFamily() {
+    if (!family || in_forked_child) return;
+    {
+      StateGuard guard(state_lock);
+      for (Recorder* r : family->recorders) {
+        if (r) cut_locked(*r, "thread_end", "");
+      }
+    }
+    wake_launcher();
+    std::lock_guard<std::mutex> guard(families_mutex);
+    free_families->push_back(std::move(family));
+  }
+};
+
+Family& own_family() {
+  static thread_local OwnFamily own;
+  if (!own.family) {
+    std::lock_guard<std::mutex> guard(families_mutex);
+    if (free_families->empty()) {
+      own.family = std::make_shared<Family>();
+    } else {
+      own.family = std::move(free_families->back());
+      free_families->pop_back();
+    }
+  }
+  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::TEST_INFO_2, own.family);
+  return *own.family;
+}
+
+}  // namespace
+
+Recorder& recorder_for(c10::DeviceIndex device) {
+  auto* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO_2);
+  auto* family = info ? static_cast<Family*>(info) : &own_family();
+  Recorder*& r = family->recorders[device];
+  if (!r) {
+    TORCH_CHECK(!in_forked_child,
+                "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
+                "'spawn' start method");
+    r = new Recorder(device);
+    std::lock_guard<std::mutex> guard(families_mutex);
+    every_recorder->push_back(r);
+  }
+  return *r;
+}
+
+std::vector<Recorder*> all_recorders() {
+  std::lock_guard<std::mutex> guard(families_mutex);
+  return *every_recorder;
+}
+
+// ---- values
+
+void forget_value(TpuStorage* s) {
+  if (s->value >= 0 && s->recorder && s->recorder->epoch == s->epoch) s->recorder->live[s->value] = nullptr;
+  s->value = kNoValue;
+  s->epoch = 0;
+}
+
+int32_t value_of_slow(Recorder& r, TpuStorage* s) {
+  if (s->recorder && s->recorder != &r) {
+    if (s->value >= 0 && s->recorder->epoch == s->epoch) cut_locked(*s->recorder, "other_thread", "");
+    s->is_shared = true;
+  }
+  if (!s->buffer) return kNoValue;
+  int32_t slot = static_cast<int32_t>(r.inputs.size());
+  if (s->is_shared) {
+    slot = static_cast<int32_t>(std::find(r.inputs.begin(), r.inputs.end(), s->buffer) - r.inputs.begin());
+  }
+  if (slot == static_cast<int32_t>(r.inputs.size())) r.inputs.push_back(s->buffer);
+  s->recorder = &r;
+  s->epoch = r.epoch;
+  s->value = ~slot;
+  return s->value;
+}
+
+void move_value(TpuStorage* from, TpuStorage* to) {
+  StateGuard guard(state_lock);
+  to->set_buffer(from->buffer);
+  if (from->value >= 0 && from->recorder && from->recorder->epoch == from->epoch) {
+    to->recorder = from->recorder;
+    to->epoch = from->epoch;
+    to->value = from->value;
+    to->recorder->live[to->value] = to;
+    from->value = kNoValue;
+    from->epoch = 0;
+  }
+  from->set_buffer({});
+  to->base = from->base;
+}
+
+// ---- applying a node: new values for outputs and written storages
+
+namespace {
+
+void set_value(Recorder& r, TpuStorage* s, int32_t value) {
+  s->set_buffer({});
+  s->recorder = &r;
+  s->epoch = r.epoch;
+  s->value = value;
+  r.live[value] = s;
+}
+
+void apply_write(Recorder& r, const WriteMeta& w, const at::Tensor& t) {
+  auto* s = static_cast<TpuStorage*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  if (w.is_resized) {
+    t.unsafeGetTensorImpl()->set_sizes_and_strides(w.meta.sizes, w.meta.strides, w.offset);
+    s->set_nbytes(static_cast<size_t>(w.meta.base->nbytes));
+  }
+  set_value(r, s, w.value);
+  s->base = w.meta.base;
+}
+
+at::Tensor apply_result(Recorder& r, const TensorMeta& m) {
+  if (m.is_undefined) return {};
+  at::Tensor t = make_tensor_locked(m.sizes, m.strides, m.dtype, m.base, r.device);
+  set_value(r, static_cast<TpuStorage*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()), m.value);
+  return t;
+}
+
+IValue apply_return(Recorder& r, const ReturnMeta& ret, const IValue& aliased) {
+  switch (ret.kind) {
+    case ReturnMeta::kAlias:
+      return aliased;
+    case ReturnMeta::kTensor:
+      return apply_result(r, ret.tensors[0]);
+    case ReturnMeta::kList: {
+      std::vector<at::Tensor> list;
+      list.reserve(ret.tensors.size());
+      for (const auto& m : ret.tensors) list.push_back(apply_result(r, m));
+      return list;
+    }
+    case ReturnMeta::kConstant:
+      return ret.constant;
+  }
+  return {};
+}
+
+void apply(Recorder& r, Node& node, Stack* stack) {
+  size_t given = node.info->args.size();
+  const IValue* args = stack->data() + stack->size() - given;
+  if (static_cast<int32_t>(r.live.size()) < node.next_value) r.live.resize(node.next_value + 64, nullptr);
+  for (const auto& w : node.writes) {
+    if (w.element < 0) {
+      apply_write(r, w, args[w.arg].toTensor());
+    } else {
+      apply_write(r, w, args[w.arg].toListRef()[w.element].toTensor());
+    }
+  }
+  size_t returns = node.returns.size();
+  if (returns == 1) {
+    int alias = node.info->return_alias[0];
+    IValue result = apply_return(r, node.returns[0], alias >= 0 ? args[alias] : IValue());
+    torch::jit::drop(*stack, given);
+    stack->push_back(std::move(result));
+    return;
+  }
+  c10::SmallVector<IValue, 4> results;
+  for (size_t i = 0; i < returns; i++) {
+    int alias = node.info->return_alias[i];
+    results.push_back(apply_return(r, node.returns[i], alias >= 0 ? args[alias] : IValue()));
+  }
+  torch::jit::drop(*stack, given);
+  for (auto& result : results) stack->push_back(std::move(result));
+}
+
+// ---- finding the node
+
+struct Found {
+  Node* node = nullptr;
+  Node* fork = nullptr;  // the path to inherit lifted numbers from
+};
+
+Found find_child(Recorder& r, const OpInfo& info, const IValue* args, LiftedNumbers& lifted, bool is_retry) {
+  Found found;
+  auto attempt = [&](Node* child) {
+    lifted.clear();
+    Match m = match_node(r, *child, info, args, lifted);
+    if (m == Match::kYes) found.node = child;
+    if (m == Match::kButNumbers) found.fork = child;
+    return m == Match::kYes;
+  };
+  Node* last = r.at->last;
+  if (last && attempt(last)) {
+    if (!is_retry) r.shadow = nullptr;
+    return found;
+  }
+  for (auto& child : r.at->children) {
+    if (child.get() != last && attempt(child.get())) {
+      r.at->last = child.get();
+      if (!is_retry) r.shadow = nullptr;
+      return found;
+    }
+  }
+  if (!found.fork && r.shadow) {
+    for (auto& child : r.shadow->children) {
+      lifted.clear();
+      if (match_node(r, *child, info, args, lifted) != Match::kNo) {
+        found.fork = child.get();
+        break;
+      }
+    }
+  }
+  return found;
+}
+
+void draw_random(Recorder& r, const Node& node, const IValue* args, LiftedNumbers& lifted) {
+  std::optional<at::Generator> generator;
+  int at = node.info->generator_arg;
+  if (at >= 0 && args[at].isGenerator()) generator = args[at].toGenerator();
+  auto [seed, offset] = next_philox(generator, r.device, node.rng_increment);
+  lifted.ints[lifted.random_at] = static_cast<int64_t>(seed);
+  lifted.ints[lifted.random_at + 1] = static_cast<int64_t>(offset);
+}
+
+// Under state_lock.  False where the op stream is new.
+bool try_hit(Recorder& r, const OpInfo& info, Stack* stack, bool is_retry) {
+  const IValue* args = stack->data() + stack->size() - info.args.size();
+  LiftedNumbers lifted;
+  Found found = find_child(r, info, args, lifted, is_retry);
+  if (!found.node) return false;
+  if (lifted.random_at >= 0) draw_random(r, *found.node, args, lifted);
+  r.floats.insert(r.floats.end(), lifted.floats.begin(), lifted.floats.end());
+  r.ints.insert(r.ints.end(), lifted.ints.begin(), lifted.ints.end());
+  (is_retry ? counters.misses : counters.hits).fetch_add(1, std::memory_order_relaxed);
+  r.at = found.node;
+  apply(r, *found.node, stack);
+  return true;
+}
+
+// ---- inserting a node
+
+TensorMeta describe(const at::Tensor& t, int32_t* next_value) {
+  TensorMeta m;
+  if (!t.defined()) {
+    m.is_undefined = true;
+    return m;
+  }
+  m.sizes.append(t.sizes().begin(), t.sizes().end());
+  m.strides.append(t.strides().begin(), t.strides().end());
+  m.dtype = t.dtype();
+  m.base = base_for(t.sizes(), t.strides(), t.scalar_type());
+  m.value = (*next_value)++;
+  return m;
+}
+
+bool covers_storage(const TensorMeta& m, int64_t offset, int64_t storage_nbytes) {
+  int64_t numel = 1;
+  for (int64_t size : m.sizes) numel *= size;
+  const Base* base = base_for(m.sizes, m.strides, m.dtype.toScalarType());
+  return offset == 0 && base->nbytes == storage_nbytes && numel * static_cast<int64_t>(m.dtype.itemsize()) == base->nbytes;
+}
+
+void add_write(Node& node, int arg, int element, const at::Tensor& before, const at::Tensor& after,
+               int32_t* next_value) {
+  auto* s = storage_of(before);
+  WriteMeta w{arg, element, 0, before.sizes() != after.sizes() || before.strides() != after.strides(), false,
+              after.storage_offset(), describe(after, next_value)};
+  w.value = w.meta.value;
+  auto nbytes = static_cast<int64_t>(s->nbytes());
+  if (w.is_resized) nbytes = std::max<int64_t>(nbytes, w.meta.base->nbytes);
+  w.replaces = w.is_resized || covers_storage(w.meta, w.offset, nbytes);
+  if (!w.replaces) w.meta.base = s->base;
+  node.writes.push_back(std::move(w));
+}
+
+void add_returns(Node& node, const OpInfo& info, const Stack& results, int32_t* next_value) {
+  for (size_t i = 0; i < info.return_alias.size(); i++) {
+    auto& ret = node.returns.emplace_back();
+    if (info.return_alias[i] >= 0) continue;
+    const IValue& v = results[results.size() - info.return_alias.size() + i];
+    if (v.isTensor()) {
+      ret.kind = ReturnMeta::kTensor;
+      ret.tensors.push_back(describe(v.toTensor(), next_value));
+    } else if (v.isTensorList()) {
+      ret.kind = ReturnMeta::kList;
+      for (const at::Tensor& t : v.toTensorVector()) ret.tensors.push_back(describe(t, next_value));
+    } else {
+      ret.kind = ReturnMeta::kConstant;
+      ret.constant = v;
+    }
+  }
+}
+
+void add_writes(Node& node, const OpInfo& info, const IValue* args, const Inferred& inferred, int32_t* next_value) {
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (!info.args[i].is_written || args[i].isNone()) continue;
+    if (args[i].isTensor()) {
+      if (args[i].toTensor().defined()) {
+        add_write(node, i, -1, args[i].toTensor(), inferred.args[i].toTensor(), next_value);
+      }
+    } else {
+      auto before = args[i].toTensorVector(), after = inferred.args[i].toTensorVector();
+      for (size_t e = 0; e < before.size(); e++) add_write(node, i, e, before[e], after[e], next_value);
+    }
+  }
+}
+
+int64_t bytes_made(const Node& node) {
+  int64_t bytes = 0;
+  for (const auto& ret : node.returns) {
+    for (const auto& m : ret.tensors) bytes += m.base ? m.base->nbytes : 0;
+  }
+  for (const auto& w : node.writes) bytes += w.meta.base->nbytes;
+  return bytes;
+}
+
+uint64_t rng_increment(const Node& node) {
+  uint64_t numel = 1;
+  auto count = [&](const TensorMeta& m) {
+    uint64_t n = 1;
+    for (int64_t size : m.sizes) n *= size;
+    numel = std::max(numel, n);
+  };
+  for (const auto& ret : node.returns) {
+    for (const auto& m : ret.tensors) count(m);
+  }
+  for (const auto& w : node.writes) count(w.meta);
+  return (numel + 3) / 4 * 4;
+}
+
+// Under state_lock.  False where an argument cannot be recorded.
+bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* fork, const Inferred& inferred,
+            std::string line) {
+  auto node = std::make_unique<Node>();
+  if (!make_keys(r, info, args, node->args)) return false;
+  lift_keys(info, fork, node->args);
+  node->info = &info;
+  node->parent = r.at;
+  node->line = std::move(line);
+  int32_t next_value = r.at->next_value;
+  add_returns(*node, info, inferred.results, &next_value);
+  add_writes(*node, info, args, inferred, &next_value);
+  node->next_value = next_value;
+  node->depth = r.at->depth + 1;
+  node->bytes = r.at->bytes + bytes_made(*node);
+  if (info.random) node->rng_increment = rng_increment(*node);
+  r.trie->nodes++;
+  r.shadow = const_cast<Node*>(fork);
+  r.at->last = node.get();
+  r.at->children.push_back(std::move(node));
+  return true;
+}
+
+// ---- arguments the hit path does not know: foreign storages, CPU index tensors, storages without a shape
+
+bool is_cpu_index(const IValue& v) {
+  return v.isTensor() && v.toTensor().defined() && v.toTensor().device().is_cpu();
+}
+
+// True where it changed something, so that the call may match now.
+bool prepare_tensor(const at::Tensor& t) {
+  bool was_foreign = is_foreign(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  auto* s = storage_of(t);
+  StateGuard guard(state_lock);
+  const Base* before = s->base;
+  ensure_base(s, t.unsafeGetTensorImpl());
+  return was_foreign || s->base != before;
+}
+
+bool prepare_args(const OpInfo& info, c10::DeviceIndex device, Stack* stack) {
+  IValue* args = stack->data() + stack->size() - info.args.size();
+  bool changed = false;
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (args[i].isTensor() && args[i].toTensor().defined() && is_tpu(args[i].toTensor())) {
+      changed |= prepare_tensor(args[i].toTensor());
+    } else if (args[i].isTensorList()) {
+      for (const at::Tensor& t : args[i].toTensorVector()) changed |= is_tpu(t) && prepare_tensor(t);
+    } else if (info.has_optional_list && args[i].isList()) {
+      auto list = args[i].toList();
+      for (size_t e = 0; e < list.size(); e++) {
+        IValue v = list.get(e);
+        if (is_cpu_index(v)) {
+          list.set(e, v.toTensor().to(c10::Device(c10::DeviceType::PrivateUse1, device)));
+          changed = true;
+        } else if (v.isTensor() && v.toTensor().defined()) {
+          changed |= prepare_tensor(v.toTensor());
+        }
+      }
+    }
+  }
+  return changed;
+}
+
+c10::DeviceIndex find_device(const OpInfo& info, const IValue* args) {
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (args[i].isTensor()) {
+      const at::Tensor& t = args[i].toTensor();
+      if (t.defined() && is_tpu(t)) return t.device().index();
+    } else if (args[i].isTensorList()) {
+      auto list = args[i].toListRef();
+      for (const IValue& v : list) {
+        if (is_tpu(v.toTensor())) return v.toTensor().device().index();
+      }
+    }
+  }
+  if (info.device_arg >= 0 && args[info.device_arg].isDevice() && args[info.device_arg].toDevice().has_index()) {
+    return args[info.device_arg].toDevice().index();
+  }
+  return current_device();
+}
+
+// The node for this call, made where the op stream is new; false where the op cannot be recorded.
+bool learn(Recorder& r, const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+  std::optional<Inferred> inferred = infer(info, op, args);
+  if (!inferred) return false;
+  std::string line = current_line();
+  StateGuard guard(state_lock);
+  LiftedNumbers lifted;
+  Found found = find_child(r, info, args, lifted, true);
+  return found.node || insert(r, info, args, found.fork, *inferred, std::move(line));
+}
+
+}  // namespace
+
+void RecordKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  size_t given = info.args.size();
+  c10::DeviceIndex device = find_device(info, stack->data() + stack->size() - given);
+  Recorder& r = recorder_for(device);
+  if (C10_UNLIKELY(r.boundary != nullptr)) cut(r, r.boundary);
+  for (bool is_prepared = false, is_retry = false;;) {
+    bool is_hit;
+    const char* due = nullptr;
+    {
+      StateGuard guard(state_lock);
+      is_hit = try_hit(r, info, stack, is_retry);
+      if (is_hit && r.at->depth >= limits.max_ops) due = "max_ops";
+      if (is_hit && r.at->bytes >= limits.max_bytes) due = "max_bytes";
+    }
+    if (C10_LIKELY(is_hit)) {
+      if (C10_UNLIKELY(due != nullptr)) cut(r, due);
+      if (C10_UNLIKELY(sync_mode)) synchronize(device);
+      return;
+    }
+    if (!is_prepared) {
+      is_prepared = true;
+      if (prepare_args(info, device, stack)) continue;
+    }
+    if (!learn(r, info, op, stack->data() + stack->size() - given)) {
+      run_on_cpu(op, stack);
+      return;
+    }
+    is_retry = true;
+  }
+}
+
+}  // namespace torchtpu

@@ -1,0 +1,96 @@
+// Recording and cutting: in come op calls, out go regions on the launch queue.
+#pragma once
+
+#include <ATen/core/boxing/KernelFunction.h>
+
+#include <array>
+#include <map>
+#include <unordered_map>
+
+#include "device.h"
+#include "storage.h"
+#include "trie.h"
+
+namespace torchtpu {
+
+struct Work;
+using WorkRef = std::shared_ptr<Work>;
+
+// The pending region of one thread family on one device.  All fields are guarded by state_lock.
+struct Recorder {
+  explicit Recorder(c10::DeviceIndex device);
+  c10::DeviceIndex device;
+  uint64_t epoch;                          // names the pending region; never reused
+  std::shared_ptr<Trie> trie = std::make_shared<Trie>();
+  Node* at;                                // the last op recorded
+  Node* shadow = nullptr;                  // after a fork over a number: where the old path stands
+  std::vector<BufferRef> inputs;           // value ~i is inputs[i]
+  std::vector<double> floats;              // lifted numbers so far
+  std::vector<int64_t> ints;
+  std::vector<TpuStorage*> live;           // value -> the storage it is the present value of, or null
+  const char* boundary = nullptr;          // a marked end of the region, taken at the next op
+  std::string boundary_line;
+  bool is_empty() const { return at == &trie->root; }
+};
+
+uint64_t new_epoch();
+
+// The value number of a storage's present value in r's region; assigns an input where it needs one.
+int32_t value_of_slow(Recorder& r, TpuStorage* s);
+inline int32_t value_of(Recorder& r, TpuStorage* s) {
+  return s->epoch == r.epoch ? s->value : value_of_slow(r, s);
+}
+// The storage's present value is about to be replaced or dropped.  Under state_lock.
+void forget_value(TpuStorage* s);
+// Moves the present value of `from` to `to`, which takes its base too.
+void move_value(TpuStorage* from, TpuStorage* to);
+
+// The recorder of the calling thread's family (autograd's threads belong to their caller's).
+Recorder& recorder_for(c10::DeviceIndex device);
+std::vector<Recorder*> all_recorders();
+
+// Ends the pending region and queues it; null where nothing was recorded.  Under state_lock.
+WorkRef cut_locked(Recorder& r, const char* reason, std::string line);
+// The same for the calling thread's recorder: takes the lock, wakes the launcher, waits while too much is in flight.
+WorkRef cut(Recorder& r, const char* reason);
+void mark_boundary(const char* reason);
+
+// Makes the storage's present value a buffer (cutting where it is pending) and returns it; null where undefined.
+BufferRef materialize(TpuStorage* s, const char* reason);
+// A host tensor with t's sizes, strides and values; waits for them.
+at::Tensor read_to_host(const at::Tensor& t);
+// Waits for everything queued on `device` (-1: on all) and raises the first failure nobody has seen.
+void synchronize(c10::DeviceIndex device);
+// A point in the device's order: everything recorded before it has finished when it is reached.
+int64_t record_marker(c10::DeviceIndex device);
+void wait_marker(int64_t marker);
+double marker_time(int64_t marker);  // seconds of the steady clock; negative while not reached
+void resize_storage(c10::StorageImpl& storage, size_t nbytes);
+
+struct Limits {
+  std::atomic<int64_t> max_ops{2048}, max_bytes{int64_t{8} << 30}, max_in_flight{32}, max_nodes{400000};
+};
+extern Limits limits;
+extern std::atomic<bool> sync_mode;
+extern std::atomic<bool> in_forked_child;
+
+struct Counters {
+  std::atomic<int64_t> hits{0}, misses{0}, regions{0};
+  std::map<std::string, int64_t> cuts;  // by reason; under state_lock
+};
+extern Counters counters;
+
+struct RecordKernel final : c10::OperatorKernel {
+  RecordKernel(const c10::OperatorHandle& handle, const OpFacts& facts) : info(handle, facts) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+  const OpInfo info;
+};
+// Registers the recorder for each op and for its in-place and out= variants; returns variant -> functional name.
+std::unordered_map<std::string, std::string> register_ops(const std::vector<std::pair<std::string, OpFacts>>& table);
+// Records dst.copy_(src), both on one tpu.
+void record_copy(const at::Tensor& dst, const at::Tensor& src);
+
+// Runs an op on the CPU: counted, attributed, and refused where the user asked for that.
+void run_on_cpu(const c10::OperatorHandle& op, Stack* stack);
+
+}  // namespace torchtpu

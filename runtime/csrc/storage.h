@@ -1,0 +1,113 @@
+// Storages and buffers: in come sizes, strides and host bytes, out go tensors whose storage holds a versioned value.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+struct _object;
+using PyObject = _object;
+
+namespace torchtpu {
+
+// Guards every recorder, the value fields of every storage and the address slots.  Nothing that takes the GIL, waits or
+// calls into torch's dispatcher runs under it.
+class SpinLock {
+ public:
+  void lock() noexcept;
+  void unlock() noexcept { flag_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
+};
+extern SpinLock state_lock;
+using StateGuard = std::lock_guard<SpinLock>;
+
+// The contiguous n-d array that holds one version of a storage, in memory order.  Interned: equal bases are one pointer.
+struct Base {
+  std::vector<int64_t> shape;  // row-major
+  at::ScalarType dtype;
+  int64_t nbytes;
+};
+const Base* intern_base(std::vector<int64_t> shape, at::ScalarType dtype);
+// The base of a storage born as (sizes, strides): the permuted shape where those are dense, else one flat dimension.
+const Base* base_for(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
+const Base* flat_base(int64_t nbytes, at::ScalarType dtype);
+
+enum class BufferState : uint8_t { kPending, kReady, kError };
+
+// A value on the device, or on its way there.  `object`, `guard` and `error` are written once, before `state` changes.
+struct Buffer : c10::intrusive_ptr_target {
+  Buffer(const Base* base, c10::DeviceIndex device, BufferState state);
+  ~Buffer() override;
+
+  // A launch takes this memory for its outputs: it no longer counts as allocated.
+  void give_up_memory();
+
+  const Base* base;
+  c10::DeviceIndex device;
+  std::atomic<BufferState> state;
+  std::atomic<int32_t> holders{0};  // storages whose present value this is; 0 lets a launch take the memory
+  std::atomic<int32_t> readers{0};  // threads copying it to the host; a launch that takes the memory waits for them
+  PyObject* object = nullptr;       // the engine's array; null while pending and for a host tensor not yet uploaded
+  PyObject* guard = nullptr;        // unresolved device-side checks, or null
+  PyObject* error = nullptr;        // the exception that a read raises
+  bool is_counted = true;           // in memory_stats
+  at::Tensor host;                  // the same bytes on the host: an upload, or a small value that was read
+};
+using BufferRef = c10::intrusive_ptr<Buffer>;
+
+struct Recorder;
+constexpr int32_t kNoValue = INT32_MIN;
+
+// A storage's present value is `value` (in the region `epoch`), else `buffer`, else undefined.
+struct TpuStorage final : c10::StorageImpl {
+  TpuStorage(size_t nbytes, c10::DeviceIndex device);
+  ~TpuStorage() override;
+  void release_resources() override;
+
+  void set_buffer(BufferRef b);  // under state_lock
+
+  const Base* base = nullptr;    // null until the first tensor gives the bytes a shape
+  BufferRef buffer;
+  Recorder* recorder = nullptr;  // whose region `epoch` is
+  uint64_t epoch = 0;            // the region for which `value` holds; epochs are never reused
+  int32_t value = kNoValue;      // >= 0: made in that region; < 0: its input ~value
+  uint32_t slot = 0;             // data_ptr() is slot << kSlotBits
+  bool is_shared = false;        // read by more than one recorder
+  c10::DeviceIndex device_index;
+
+ private:
+  void drop();
+};
+constexpr int kSlotBits = 36;
+
+c10::Allocator* device_allocator();
+bool is_foreign(const c10::StorageImpl* storage);
+bool is_tpu(const at::Tensor& t);
+// The storage of a tpu tensor.  Legacy unpickling wraps our address in a plain StorageImpl: the address finds the real
+// one, and the tensor is moved onto it.  Throws for a storage this backend did not make.
+TpuStorage* storage_of(const at::Tensor& t);
+// Gives a storage born as bytes a base, now that `t` shows a geometry.  Under state_lock.
+void ensure_base(TpuStorage* storage, const c10::TensorImpl* t);
+
+at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
+                       c10::DeviceIndex device);
+at::Tensor make_tensor_locked(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
+                              c10::DeviceIndex device);
+
+// Releases a Python object without taking the GIL; drained by the next thread that holds it.
+void defer_decref(PyObject* object);
+void drain_decrefs();
+
+struct MemoryStats {
+  std::atomic<int64_t> allocated{0}, peak{0}, buffers{0}, total{0};
+};
+constexpr int kMaxDevices = 64;
+extern MemoryStats memory_stats[kMaxDevices];
+
+}  // namespace torchtpu

@@ -1,0 +1,149 @@
+// The trie of op streams seen before: in comes one op call, out goes the node it matches or a new one.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "storage.h"
+
+namespace torchtpu {
+
+using c10::IValue;
+using Stack = torch::jit::Stack;
+
+// What the Python table of lowerings says of an op (one row of `register_ops`).
+struct OpFacts {
+  std::vector<std::pair<std::string, std::optional<std::vector<double>>>> structural;
+  bool lifts = false;
+  bool random = false;
+  std::vector<std::string> mutates;
+  bool has_infer = false;
+};
+
+enum class ArgRole : uint8_t { kPlain, kDtype, kPlacement };  // kPlacement: layout, device, pin_memory, memory_format
+
+struct ArgInfo {
+  bool is_written = false;
+  bool is_out = false;
+  bool is_liftable = false;         // a Scalar, a float, a list of them, or a tensor (for 0-dim CPU tensors)
+  bool is_structural = false;       // every value changes meaning
+  std::vector<double> structural;   // these values do
+  ArgRole role = ArgRole::kPlain;
+};
+
+struct OpInfo {
+  OpInfo(const c10::OperatorHandle& handle, const OpFacts& facts);
+  std::string name;  // without the namespace: "add_.Tensor"
+  c10::OperatorHandle handle;
+  std::vector<ArgInfo> args;
+  std::vector<int> return_alias;  // per return: the argument it is, or -1
+  int generator_arg = -1;
+  int device_arg = -1;
+  bool lifts, random, has_infer, has_optional_list = false, may_resize = false;
+};
+
+// How one tensor argument is referenced.
+struct TensorKey {
+  int32_t value = kNoValue;  // >= 0 made in the region, < 0 input ~value, kNoValue undefined or (in a list) None
+  bool is_none = false;
+  bool is_offset_lifted = false;
+  caffe2::TypeMeta dtype;
+  const Base* base = nullptr;
+  int64_t offset = 0;
+  c10::SmallVector<int64_t, 10> geometry;  // sizes, then strides
+};
+
+// A number as it is compared: by bits, so that -0.0 differs from 0.0 and NaN equals itself.
+struct NumberKey {
+  enum Kind : uint8_t { kInt, kDouble, kBool } kind = kInt;
+  bool is_lifted = false;
+  int64_t bits = 0;
+};
+
+struct ArgKey {
+  enum Kind : uint8_t { kNone, kTensor, kNumber, kInts, kTensors, kNumbers, kCpuScalar, kRandom, kOther } kind = kNone;
+  bool is_wrapped = false;  // kCpuScalar
+  caffe2::TypeMeta dtype;   // kCpuScalar
+  NumberKey number;
+  std::vector<TensorKey> tensors;
+  std::vector<NumberKey> numbers;
+  std::vector<int64_t> ints;
+  IValue other;
+};
+
+struct TensorMeta {
+  c10::SmallVector<int64_t, 5> sizes, strides;
+  caffe2::TypeMeta dtype;
+  const Base* base = nullptr;
+  int32_t value = kNoValue;
+  bool is_undefined = false;
+};
+
+struct ReturnMeta {
+  enum Kind : uint8_t { kAlias, kTensor, kList, kConstant } kind = kAlias;
+  std::vector<TensorMeta> tensors;
+  IValue constant;
+};
+
+struct WriteMeta {
+  int arg;
+  int element;  // -1 where the argument is a tensor
+  int32_t value;
+  bool is_resized;
+  bool replaces;
+  int64_t offset;
+  TensorMeta meta;  // the argument's geometry after the call
+};
+
+struct Plan;
+
+struct Node {
+  const OpInfo* info = nullptr;
+  Node* parent = nullptr;
+  std::vector<ArgKey> args;
+  std::vector<ReturnMeta> returns;
+  std::vector<WriteMeta> writes;
+  int32_t next_value = 0;       // values made up to here
+  int32_t depth = 0;            // ops up to here
+  int64_t bytes = 0;            // bytes produced up to here
+  uint64_t rng_increment = 0;
+  std::string line;             // where the op was first recorded
+  std::vector<std::unique_ptr<Node>> children;
+  Node* last = nullptr;         // the child taken last time
+  std::vector<std::shared_ptr<Plan>> plans;  // programs that end here, by live set and donation
+  std::vector<uint8_t> donation;             // inputs free at every visit so far
+  int donation_shrinks = 0;
+};
+
+struct Trie {
+  Node root;
+  int64_t nodes = 0;
+};
+
+// The numbers a call hands to lifted arguments, in argument order.
+struct LiftedNumbers {
+  c10::SmallVector<double, 8> floats;
+  c10::SmallVector<int64_t, 8> ints;
+  int random_at = -1;  // where (seed, offset) go in `ints`
+  void clear() {
+    floats.clear();
+    ints.clear();
+    random_at = -1;
+  }
+};
+
+enum class Match : uint8_t { kNo, kYes, kButNumbers };  // kButNumbers: equal except for numbers that may be lifted
+
+struct Recorder;
+Match match_node(Recorder& r, const Node& node, const OpInfo& info, const IValue* args, LiftedNumbers& lifted);
+// Describes the arguments of a call; false for an argument that cannot be recorded.
+bool make_keys(Recorder& r, const OpInfo& info, const IValue* args, std::vector<ArgKey>& keys);
+// Lifts, in `keys`, what differs from `fork` (a node that matches but for numbers) and what `info.lifts` says.
+void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys);
+
+}  // namespace torchtpu

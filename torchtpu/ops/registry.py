@@ -1,0 +1,168 @@
+"""The table of lowerings: in comes an ATen op name, out goes the function that computes it with jax.numpy.
+
+Nothing here or in an op file imports jax when the file is imported: `jax`, `jnp` and `lax` are loaded at first use,
+so that `import torch` stays fast and DataLoader workers never start an XLA client.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
+from torch._prims_common import elementwise_dtypes
+
+
+class _Lazy:
+    """A module that is imported at its first attribute access."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)
+        return value
+
+
+jax: Any = _Lazy("jax")
+jnp: Any = _Lazy("jax.numpy")
+lax: Any = _Lazy("jax.lax")
+
+
+@dataclass
+class Context:
+    """What a lowering may ask about the op it is tracing, beyond its arguments.
+
+    `results` lists (shape, dtype) of each array the lowering has to return, flattened: the unaliased returns in schema
+    order, then the written arguments.  The engine casts to these dtypes, so a lowering need not.
+    """
+
+    op: str
+    platform: str
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    precision: str = "highest"
+    checks: list[tuple[Any, str, type[Exception]]] = field(default_factory=list)
+
+    def check(self, ok: Any, message: str, error: type[Exception] = IndexError) -> None:
+        """Fails the op at the next read with `error(message)` where the boolean array `ok` has a False."""
+        self.checks.append((jnp.all(ok), message, error))
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One op's lowering and what the recorder must know of the op.
+
+    structural: argument name -> values at which the argument changes meaning (None: every value); compared, never
+        lifted to a run-time input.
+    lifts: float scalars become run-time inputs at first sight, not when a second value is seen.
+    random: the op draws random numbers; a `Random` follows the arguments unless the schema has a generator.
+    mutates: arguments the op writes although its schema does not say so.
+    infer: shape inference on meta tensors, for ops without a meta kernel.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    structural: Mapping[str, tuple[float, ...] | None] = field(default_factory=dict)
+    lifts: bool = False
+    random: bool = False
+    mutates: tuple[str, ...] = ()
+    infer: Callable[..., Any] | None = None
+
+    @functools.cached_property
+    def takes_context(self) -> bool:
+        return "ctx" in inspect.signature(self.function).parameters
+
+
+LOWERINGS: dict[str, Lowering] = {}
+PLATFORM_LOWERINGS: dict[tuple[str, str], Lowering] = {}
+
+
+def lowering(*names: str, platform: str | None = None, **facts: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the decorated function as the lowering of the ATen ops `names` (`"add.Tensor"`, without namespace).
+
+    The function gets the op's arguments by the schema's names and order: tensors as jax arrays of their logical shape,
+    dtypes as torch.dtype, other arguments as Python values; a `Scalar` or float argument may be a weakly typed 0-dim
+    array.  It returns the unaliased results, then the written arguments (one array, or a tuple; a list result is a
+    list).  A parameter named `ctx` receives the `Context`.  In-place and out= variants follow from the functional op.
+    With `platform` ("cpu", "tpu" or "cuda") it replaces the general lowering there.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            entry = Lowering(name, function, **facts)
+            if platform is None:
+                assert name not in LOWERINGS, f"two lowerings of {name}"
+                LOWERINGS[name] = entry
+            else:
+                PLATFORM_LOWERINGS[name, platform] = entry
+        return function
+
+    return register
+
+
+def pointwise(*names: str, promote: str = "default", **facts: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers an elementwise lowering; its tensors and numbers arrive promoted as PyTorch promotes them.
+
+    `promote` names a `torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND` ("default", "int_to_float", "always_bool",
+    "complex_to_float", "bool_to_long", "no_opmath").  bfloat16 and float16 arrive as float32, as PyTorch computes them.
+    """
+    kind = Promotion[promote.upper()]
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def promoted(*args: Any, **kwargs: Any) -> Any:
+            values = [*args, *(v for k, v in kwargs.items() if k != "ctx")]
+            compute = _compute_dtype(values, kind)
+            cast = lambda v: v if v is None or isinstance(v, (str, bool)) else as_dtype(v, compute)  # noqa: E731
+            return function(*map(cast, args), **{k: v if k == "ctx" else cast(v) for k, v in kwargs.items()})
+
+        return lowering(*names, lifts=True, **facts)(promoted)
+
+    return register
+
+
+def as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """`value`, an array or a Python number, as an array of a torch dtype (complex to real drops the imaginary part)."""
+    array = jnp.asarray(value)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating) and not dtype.is_complex:
+        array = array.real
+    return array.astype(jax_dtype(dtype))
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """The numpy/ml_dtypes dtype of a torch dtype."""
+    return jnp.dtype(str(dtype).removeprefix("torch."))
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch dtype of a jax array's dtype."""
+    found = getattr(torch, str(jnp.dtype(dtype)))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def opmath(x: Any) -> Any:
+    """`x` in the dtype PyTorch accumulates it in: float32 for bfloat16, float16 and float8."""
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
+
+
+def _compute_dtype(values: list[Any], kind: Promotion) -> torch.dtype:
+    stand_ins = [_stand_in(v) for v in values if v is not None and not isinstance(v, (str, bool))]
+    compute, _ = elementwise_dtypes(*stand_ins, type_promotion_kind=kind)
+    assert isinstance(compute, torch.dtype)
+    return compute
+
+
+def _stand_in(value: Any) -> Any:
+    """What PyTorch's promotion sees: a meta tensor of the same rank, or a number where `value` is weakly typed."""
+    if isinstance(value, (int, float, complex)):
+        return value
+    if getattr(value, "weak_type", False):
+        return {"f": 1.0, "i": 1, "u": 1, "c": 1j, "b": True}[value.dtype.kind]
+    return torch.empty((1,) * value.ndim, dtype=torch_dtype(value.dtype), device="meta")
