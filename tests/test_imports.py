@@ -81,7 +81,11 @@ def test_each_op_is_lowered_in_one_place() -> None:
     places: dict[str, list[str]] = {}
     for path in PYTHON:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("lowering", "pointwise"):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("lowering", "pointwise")
+            ):
                 platform = next((ast.unparse(k.value) for k in node.keywords if k.arg == "platform"), "")
                 for argument in node.args:
                     if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
