@@ -9,8 +9,10 @@ import functools
 import importlib.util
 import os
 import sys
+from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 
 @functools.cache
@@ -19,18 +21,14 @@ def autoload() -> None:
     _refuse_rival()
     _check_build()
 
-    torch.utils.rename_privateuse1_backend("tpu")
-    from torchtpu import config, device, dynamo, formatting, interop, serialization, startup, streams
+    backend_registration.rename_privateuse1_backend("tpu")
+    from torchtpu import amp, config, device, dynamo, formatting, interop, memory, rng, serialization, startup, streams
 
-    torch._register_device_module("tpu", device)
-    for name, module in (
-        ("amp", device.amp),
-        ("memory", device.memory),
-        ("random", device.random),
-        ("streams", streams),
-    ):
+    register_module: Any = torch._register_device_module
+    register_module("tpu", device)
+    for name, module in (("amp", amp), ("memory", memory), ("random", rng), ("streams", streams)):
         sys.modules[f"torch.tpu.{name}"] = module
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     for part in (formatting, interop, serialization, dynamo):
         part.install()
     startup.start()

@@ -35,7 +35,8 @@ def install() -> Counter[str]:
     mapped: Counter[str] = Counter()
     swap = functools.partial(_swap, mapped)
 
-    for function in _device_constructors():
+    constructors: Any = _device_constructors()
+    for function in constructors:
         for module in (torch, torch.fft, torch.signal.windows):
             if getattr(module, function.__name__, None) is function:
                 setattr(module, function.__name__, _swapping(function, swap))
@@ -51,9 +52,9 @@ def install() -> Counter[str]:
         mapped[f"{type(self).__name__}.cuda()"] += 1
         return self.tpu(swap(device), *args, **kwargs)
 
-    torch.Tensor.cuda = cuda  # type: ignore[method-assign, assignment]
-    torch.nn.Module.cuda = cuda  # type: ignore[method-assign, assignment]
-    torch.Tensor.is_cuda = property(lambda self: self.device.type in ("cuda", "tpu"))  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.nn.Module.cuda = cuda  # type: ignore[method-assign]
+    torch.Tensor.is_cuda = property(lambda self: self.device.type in ("cuda", "tpu"))  # type: ignore[assignment]
     _map_module(mapped, swap)
     return mapped
 

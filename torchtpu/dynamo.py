@@ -33,9 +33,8 @@ def route(
     """The default backend of torch.compile."""
     if any(device.type == "tpu" for device in _devices(graph, inputs)):
         return graph.forward
-    compiled: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode or "default", options, dynamic=None)(
-        graph, inputs
-    )
+    inductor: Any = torch._TorchCompileInductorWrapper
+    compiled: Callable[..., Any] = inductor(mode or "default", options, dynamic=None)(graph, inputs)
     return compiled
 
 

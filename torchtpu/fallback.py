@@ -16,15 +16,13 @@ _moved: Counter[str] = Counter()  # bytes; guarded by _lock
 
 
 def report(name: str, line: str, nbytes: int) -> None:
-    """Counts a call of `name` ("kthvalue (int64)", without namespace) at `line` that moves `nbytes` to the host and back.
+    """Counts a call of `name` ("kthvalue (int64)", no namespace) at `line` that moves `nbytes` between host and device.
 
     Warns at the first call of an op, or raises NotImplementedError, as TORCHTPU_FALLBACK says.
     """
     choice = config.get("fallback")
     if choice == "error":
-        raise NotImplementedError(
-            f"aten::{name}: no lowering, at {line}. TORCHTPU_FALLBACK=warn runs it on the CPU ({_size(nbytes)} to move)."
-        )
+        raise NotImplementedError(f"aten::{name}: no lowering, at {line}. TORCHTPU_FALLBACK=warn runs it on the CPU.")
     with _lock:
         is_first = name not in _counts
         _counts[name] += 1

@@ -45,7 +45,7 @@ def install() -> None:
     torch.Tensor.__dlpack_device__ = _dlpack_device(torch.Tensor.__dlpack_device__)  # type: ignore[method-assign]
     from_dlpack = _from_dlpack(torch.utils.dlpack.from_dlpack)
     torch.utils.dlpack.from_dlpack = from_dlpack
-    torch.from_dlpack = from_dlpack
+    torch.from_dlpack = from_dlpack  # type: ignore[attr-defined]
 
 
 def _dlpack(original: Any) -> Any:

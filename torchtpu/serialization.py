@@ -21,7 +21,8 @@ def install() -> None:
 
 def _reduce(tensor: torch.Tensor) -> Any:
     if tensor.device.type != "tpu":
-        return reductions.reduce_tensor(tensor)
+        reduce: Any = reductions.reduce_tensor
+        return reduce(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             "Cowardly refusing to serialize non-leaf tensor which requires_grad, "

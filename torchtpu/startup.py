@@ -193,16 +193,23 @@ def _mark_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 
 def _make_engine(lazy: LazyEngine) -> Any:
     from torchtpu import ops
+    from torchtpu.compiler_cache import open_store
     from torchtpu.runtime.engine import Engine
 
+    # What code set counts too, so the store reads the knobs rather than the environment.
+    knobs = ("cache", "cache_dir", "cache_max_bytes", "cache_trusted_dirs")
+    environment = {**os.environ, **{config.KNOBS[name].variable: str(config.get(name)) for name in knobs}}
     return Engine(
         platform=platform(),
         num_devices=_C.device_count(),
         lowerings=ops.LOWERINGS,
         platform_lowerings=ops.PLATFORM_LOWERINGS,
         served=lazy.served,
+        context=ops.Context,
         counters=lazy.counters,
         knob=config.get,
+        store=open_store(environment),
+        live_bytes=lambda device: _C.memory_stats(device)["allocated"],
     )
 
 

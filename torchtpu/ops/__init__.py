@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from torchtpu.ops.registry import LOWERINGS, PLATFORM_LOWERINGS
+from torchtpu.ops.registry import LOWERINGS, PLATFORM_LOWERINGS, Context
 
-__all__ = ["LOWERINGS", "PLATFORM_LOWERINGS", "load"]
+__all__ = ["LOWERINGS", "PLATFORM_LOWERINGS", "Context", "load"]
 
 
 def load() -> None:

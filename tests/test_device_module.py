@@ -1,0 +1,289 @@
+"""In: what scripts call on torch.cuda and torch.accelerator. Out: the same answers from torch.tpu."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from torchtpu import config, metrics
+
+EXPECTED = (
+    "is_available device_count current_device set_device device device_of synchronize get_device_properties "
+    "get_device_name get_device_capability is_bf16_supported Stream Event stream set_stream current_stream "
+    "default_stream manual_seed manual_seed_all seed seed_all initial_seed get_rng_state get_rng_state_all "
+    "set_rng_state set_rng_state_all default_generators memory_allocated max_memory_allocated memory_reserved "
+    "max_memory_reserved reset_peak_memory_stats memory_stats memory_summary mem_get_info empty_cache amp init "
+    "is_initialized ipc_collect cpu_fallback_counts"
+)
+PROMISED = (
+    "ops_recorded trie_hits trie_misses regions cuts programs_compiled fragment_traces cache_hits_memory "
+    "cache_hits_disk launches cpu_fallbacks live_buffers live_nodes bytes_uploaded bytes_downloaded"
+)
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("name", EXPECTED.split())
+def test_torch_tpu_has(name):
+    assert hasattr(torch.tpu, name)
+
+
+def test_the_device_is_the_accelerator():
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.current_accelerator() == torch.device("tpu")
+    assert torch.accelerator.device_count() == torch.tpu.device_count()
+    assert torch.accelerator.current_device_index() == torch.tpu.current_device() == 0
+    torch.accelerator.synchronize()
+    with pytest.raises(RuntimeError, match=r"The device index is out of range\. It must be in"):
+        torch.accelerator.set_device_index(torch.tpu.device_count())
+
+
+def test_submodules_import_as_on_cuda():
+    import torch.tpu.amp
+    from torch.tpu import amp
+    from torch.tpu.memory import memory_allocated
+    from torch.tpu.random import manual_seed_all
+
+    assert amp is torch.tpu.amp
+    assert torch.tpu.memory_allocated is memory_allocated
+    assert torch.tpu.manual_seed_all is manual_seed_all
+
+
+def test_tensors_modules_and_storages_have_tpu_methods():
+    x = torch.ones(2, 3)
+    assert not x.is_tpu
+    assert x.tpu().is_tpu
+    assert nn.Linear(2, 2).tpu().weight.device == torch.device("tpu:0")
+    storage = x.untyped_storage().tpu()
+    assert storage.is_tpu
+    assert storage.device == torch.device("tpu:0")
+    assert storage.nbytes() == 24
+
+
+def test_tied_weights_stay_tied_through_to():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.to("tpu")
+    assert first.weight is second.weight
+    assert first.weight.is_tpu
+    assert any(p is first.weight for group in optimizer.param_groups for p in group["params"])
+    model(torch.ones(1, 2, device="tpu")).sum().backward()
+    before = first.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(first.weight.cpu(), before.cpu())
+
+
+def test_memory_follows_the_buffers():
+    torch.tpu.synchronize()
+    torch.tpu.reset_peak_memory_stats()
+    before = torch.tpu.memory_allocated()
+    x = torch.ones(1024, device="tpu")
+    torch.tpu.synchronize()
+    assert torch.tpu.memory_allocated() == before + 4096
+    del x
+    assert torch.tpu.memory_allocated() == before
+    assert torch.tpu.max_memory_allocated() >= before + 4096
+    stats = torch.tpu.memory_stats()
+    assert stats["allocated_bytes.all.current"] == before
+    assert stats["allocated_bytes.all.peak"] == torch.tpu.max_memory_allocated()
+    free, total = torch.tpu.mem_get_info()
+    assert free == total - before
+    assert f"tpu:{torch.tpu.current_device()}" in torch.tpu.memory_summary()
+
+
+def test_the_memory_fraction_becomes_a_limit():
+    total = torch.tpu.mem_get_info()[1]
+    with config.using(memory_limit=0):
+        torch.tpu.set_per_process_memory_fraction(0.5)
+        assert torch.tpu.mem_get_info()[1] == total // 2
+    with pytest.raises(ValueError, match="Invalid fraction"):
+        torch.tpu.set_per_process_memory_fraction(2)
+
+
+def test_events_measure_time_in_order():
+    start, end = torch.tpu.Event(enable_timing=True), torch.tpu.Event(enable_timing=True)
+    start.record()
+    x = torch.ones(64, 64, device="tpu")
+    y = x @ x
+    end.record()
+    end.synchronize()
+    assert end.query()
+    assert start.elapsed_time(end) >= 0
+    assert y[0, 0].item() == 64
+    untimed = torch.tpu.Event()
+    untimed.record()
+    untimed.wait()
+    untimed.synchronize()
+    with pytest.raises(ValueError, match="enable_timing=True"):
+        untimed.elapsed_time(end)
+
+
+def test_streams_are_distinct_and_become_current():
+    default = torch.tpu.current_stream()
+    assert default == torch.tpu.default_stream()
+    other = torch.tpu.Stream()
+    assert other != default
+    with torch.tpu.stream(other):
+        assert torch.tpu.current_stream() == other
+        x = torch.ones(3, device="tpu") + 1
+    assert torch.tpu.current_stream() == default
+    default.wait_stream(other)
+    other.record_event().synchronize()
+    other.synchronize()
+    assert other.query()
+    assert x.tolist() == [2, 2, 2]
+
+
+def test_properties_name_the_device():
+    properties = torch.tpu.get_device_properties()
+    assert properties.name == torch.tpu.get_device_name("tpu:0")
+    assert properties.total_memory > 0
+    assert torch.tpu.get_device_capability() == (properties.major, properties.minor)
+    assert torch.bfloat16 in torch.accelerator.get_device_capability()["supported_dtypes"]
+
+
+def test_a_device_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="Expected a tpu device"):
+        torch.tpu.memory_allocated("cpu")
+    with pytest.raises(RuntimeError, match="out of range"):
+        torch.tpu.set_device(99)
+
+
+@pytest.mark.parametrize("shape", [(3,), (0,), (2, 2)])
+def test_pinned_memory_says_so(shape):
+    x = torch.ones(shape).pin_memory()
+    assert x.is_pinned() == bool(x.numel())
+    assert torch.equal(x.to("tpu", non_blocking=True).cpu(), torch.ones(shape))
+
+
+def test_views_and_storages_of_pinned_memory_are_pinned():
+    x = torch.arange(6.0).pin_memory()
+    assert x[2:].is_pinned()
+    assert x.untyped_storage().is_pinned()
+    assert torch.arange(6.0).untyped_storage().pin_memory().is_pinned()
+    assert not torch.arange(6.0).is_pinned()
+
+
+def test_dataloader_pins_batches():
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, pin_memory=True)
+    batches = list(loader)
+    assert all(batch.is_pinned() for batch in batches)
+    assert [b.to("tpu").sum().item() for b in batches] == [6, 22]
+
+
+def test_default_device_and_current_device_are_honoured():
+    torch.set_default_device("tpu")
+    try:
+        assert torch.ones(2).is_tpu
+        assert torch.get_default_device() == torch.device("tpu:0")
+    finally:
+        torch.set_default_device("cpu")
+    with torch.device("tpu"):
+        assert torch.zeros(2).is_tpu
+
+
+def test_several_devices_are_separate():
+    code = """if 1:
+        import torch
+        assert torch.tpu.device_count() == 3
+        torch.tpu.set_device(1)
+        x = torch.ones(4, device="tpu")
+        assert x.device.index == 1 and torch.ones(1).tpu().device.index == 1
+        with torch.tpu.device(2):
+            y = torch.ones(4, device="tpu")
+        assert y.device.index == 2 and torch.tpu.current_device() == 1
+        with torch.tpu.device_of(y):
+            assert torch.tpu.current_device() == 2
+        try:
+            x + y
+        except RuntimeError as error:
+            assert "Expected all tensors to be on the same device" in str(error), error
+        else:
+            raise SystemExit("mixed devices were accepted")
+        assert (x + y.to("tpu:1")).tolist() == [2] * 4
+        torch.tpu.synchronize(1), torch.tpu.synchronize("tpu:2")
+        assert torch.tpu.memory_allocated(0) == 0 < torch.tpu.memory_allocated(1)
+        torch.tpu.manual_seed_all(3)
+        a, b = torch.rand(4, device="tpu:1"), torch.rand(4, device="tpu:2")
+        assert a.tolist() == b.tolist()
+    """
+    result = run(code, TORCHTPU_NUM_DEVICES="3")
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_torch_imports_no_jax():
+    code = (
+        "import sys, torch; torch.empty(2, device='tpu'); print('jax' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    result = run(code)
+    assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+def test_a_forked_child_is_told_to_spawn():
+    code = """if 1:
+        import os, torch
+        torch.ones(2, device="tpu").sum().item()
+        child = os.fork()
+        if child == 0:
+            bad = torch.tpu._is_in_bad_fork()
+            torch.manual_seed(1)
+            try:
+                torch.ones(2, device="tpu").sum().item()
+            except RuntimeError as error:
+                os._exit(0 if bad and "'spawn' start method" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_exit_with_work_pending_is_quiet():
+    result = run("import torch; x = torch.ones(64, 64, device='tpu'); y = x @ x")
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_fallback_is_counted_and_warned_once():
+    x = torch.tensor([3.0, 1.0, 2.0], device="tpu")
+    with pytest.warns(
+        UserWarning, match=r"aten::\S+.*: no lowering; ran on CPU \(.* moved\) at .*test_device_module.py:\d+"
+    ):
+        torch.special.bessel_j0(x)
+    torch.special.bessel_j0(x)
+    counts = torch.tpu.cpu_fallback_counts()
+    assert [n for name, n in counts.items() if "bessel_j0" in name] == [2]
+    assert metrics.snapshot()["cpu_fallbacks"] == counts
+    with config.using(fallback="error"), pytest.raises(NotImplementedError, match=r"bessel_j0.*no lowering"):
+        torch.special.bessel_j0(x)
+
+
+def test_metrics_have_the_promised_names():
+    (torch.ones(3, device="tpu") * 2).sum().item()
+    snapshot = metrics.snapshot()
+    for name in PROMISED.split():
+        assert name in snapshot
+    assert snapshot["ops_recorded"] >= 2
+    metrics.reset()
+    assert metrics.snapshot()["ops_recorded"] == 0
+
+
+def test_torch_compile_runs_tpu_graphs_on_the_device():
+    torch._dynamo.reset()
+    model = nn.Linear(3, 3).to("tpu")
+    compiled = torch.compile(model)
+    x = torch.ones(2, 3, device="tpu")
+    compiled(x).sum().backward()
+    assert torch.allclose(compiled(x).detach().cpu(), model(x).detach().cpu())
+    assert model.weight.grad.is_tpu

@@ -1,0 +1,152 @@
+"""In: tpu tensors and modules. Out: the same ones after save, load, pickle, copy, DLPack, numpy or another process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+
+def saved(value, **options):
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    buffer.seek(0)
+    return buffer
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_save_and_load_keep_device_values_and_aliases(zipped):
+    x = torch.arange(6.0, device="tpu").reshape(2, 3)
+    loaded = torch.load(saved({"x": x, "view": x[1]}, _use_new_zipfile_serialization=zipped))
+    assert loaded["x"].device == torch.device("tpu:0")
+    assert torch.equal(loaded["x"].cpu(), x.cpu())
+    loaded["x"][1, 0] = 9
+    assert loaded["view"].tolist() == [9, 4, 5]
+
+
+def test_map_location_goes_both_ways():
+    x = torch.ones(3, device="tpu")
+    assert torch.load(saved(x), map_location="cpu").device.type == "cpu"
+    assert torch.load(saved(x.cpu()), map_location="tpu").device == torch.device("tpu:0")
+    assert torch.load(saved(x), map_location={"tpu:0": "cpu"}).device.type == "cpu"
+    assert torch.load(saved(x), map_location=lambda storage, tag: storage).device.type == "cpu"
+    assert torch.load(saved(x), map_location="meta").is_meta
+    with pytest.raises(RuntimeError, match=r"TPU device 99 but torch.tpu.device_count\(\) is"):
+        torch.load(saved(x), map_location="tpu:99")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_every_dtype_survives(dtype):
+    x = torch.tensor([0, 1, 1]).to(dtype).to("tpu")
+    y = torch.load(saved(x), weights_only=True)
+    assert y.dtype == dtype
+    assert torch.equal(y.cpu(), x.cpu())
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickle_keeps_views(protocol):
+    x = torch.arange(8.0, device="tpu").reshape(2, 4).t()[1:]
+    y = pickle.loads(pickle.dumps(x, protocol))
+    assert (y.device, y.stride()) == (x.device, x.stride())
+    assert torch.equal(y.cpu(), x.cpu())
+
+
+def test_deepcopy_separates_and_keeps_ties():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("tpu")
+    model[1].weight = model[0].weight
+    twin = copy.deepcopy(model)
+    assert twin[0].weight is twin[1].weight
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert model[0].weight.abs().sum().item() > 0
+    assert copy.copy(model[0].weight) is not model[0].weight
+
+
+def test_state_dicts_load_across_devices():
+    on_cpu, on_tpu = nn.Linear(2, 2), nn.Linear(2, 2).to("tpu")
+    on_tpu.load_state_dict(on_cpu.state_dict())
+    assert torch.equal(on_tpu.weight.cpu(), on_cpu.weight)
+    optimizer = torch.optim.Adam(on_tpu.parameters())
+    on_tpu(torch.ones(1, 2, device="tpu")).sum().backward()
+    optimizer.step()
+    state = torch.load(saved(optimizer.state_dict()))
+    again = torch.optim.Adam(on_tpu.parameters())
+    again.load_state_dict(state)
+    assert torch.equal(again.state[on_tpu.weight]["exp_avg"].cpu(), optimizer.state[on_tpu.weight]["exp_avg"].cpu())
+
+
+def test_safetensors_round_trip(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    x = torch.arange(4.0, device="tpu")
+    safetensors.save_file({"x": x}, tmp_path / "x.safetensors")
+    assert torch.equal(safetensors.load_file(tmp_path / "x.safetensors", device="cpu")["x"], x.cpu())
+    assert safetensors.load_file(tmp_path / "x.safetensors", device="tpu")["x"].is_tpu
+
+
+def test_numpy_and_lists_come_in_and_out():
+    x = torch.from_numpy(np.arange(3.0)).to("tpu")
+    assert x.cpu().numpy().tolist() == x.tolist() == [0, 1, 2]
+    assert torch.tensor(np.ones((2, 2)), device="tpu").sum().item() == 4
+    assert torch.asarray(np.ones(2), device="tpu").is_tpu
+
+
+def test_dlpack_exports_a_private_host_array():
+    x = torch.arange(6.0, device="tpu").reshape(2, 3).t()
+    array = np.from_dlpack(x)
+    assert array.tolist() == x.tolist()
+    np.from_dlpack(x, copy=True)[0, 0] = 7
+    assert x[0, 0].item() == 0
+    with pytest.raises(BufferError, match="without a copy"):
+        x.__dlpack__(copy=False)
+    with pytest.raises(BufferError, match="require gradient"):
+        torch.ones(1, device="tpu", requires_grad=True).__dlpack__()
+
+
+def test_dlpack_imports_into_tpu():
+    assert torch.from_dlpack(np.arange(3.0)).device.type == "cpu"
+    y = torch.from_dlpack(np.arange(3.0), device="tpu")
+    assert y.is_tpu
+    assert y.tolist() == [0, 1, 2]
+    x = torch.ones(2, device="tpu")
+    shared = torch.from_dlpack(x)
+    shared.add_(1)
+    assert x.tolist() == [2, 2]
+    capsule = torch.utils.dlpack.to_dlpack(x)
+    assert torch.from_dlpack(capsule).tolist() == [2, 2]
+
+
+def test_jax_reads_a_tpu_tensor():
+    jax = pytest.importorskip("jax")
+    x = torch.arange(3.0, device="tpu")
+    assert jax.numpy.from_dlpack(x).tolist() == [0, 1, 2]
+    assert torch.from_dlpack(jax.numpy.arange(3), device="tpu").tolist() == [0, 1, 2]
+
+
+def send(queue):
+    queue.put(torch.ones(2, device="tpu") + 1)
+    queue.get()
+
+
+def test_tensors_travel_between_spawned_processes():
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=send, args=(queue,))
+    process.start()
+    try:
+        received = queue.get(timeout=120)
+        queue.put("done")
+    finally:
+        process.join(30)
+    assert received.device == torch.device("tpu:0")
+    assert received.tolist() == [2, 2]
+
+
+def test_dataloader_workers_leave_the_device_alone():
+    torch.ones(2, device="tpu").sum().item()
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
+    assert [b.to("tpu").sum().item() for b in loader] == [6, 22]
