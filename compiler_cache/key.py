@@ -24,9 +24,9 @@ class Key:
     `encoded` forms are.
     """
 
-    kind: str
-    parts: tuple[tuple[str, str | int | bool | None], ...]
-    encoded: bytes = field(repr=False, compare=False)
+    kind: str = field(compare=False)
+    parts: tuple[tuple[str, str | int | bool | None], ...] = field(compare=False)
+    encoded: bytes = field(repr=False)
     digest: str = field(repr=False, compare=False)
 
     @staticmethod
@@ -62,7 +62,7 @@ def difference(left: Key, right: Key) -> tuple[Difference, ...]:
     return tuple(
         Difference(name, _text(old[name]) if name in old else None, _text(new[name]) if name in new else None)
         for name in sorted(old.keys() | new.keys())
-        if name not in old or name not in new or _text(old[name]) != _text(new[name])
+        if name not in old or name not in new or json.dumps(old[name]) != json.dumps(new[name])
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 _SYMLINK_LIMIT = 40
@@ -60,8 +61,11 @@ def make_private(directory: Path) -> None:
     except FileExistsError:
         pass
     except FileNotFoundError:
+        if directory.parent == directory:
+            raise
         make_private(directory.parent)
-        make_private(directory)
+        with suppress(FileExistsError):
+            directory.mkdir(0o700)
 
 
 def _problem(

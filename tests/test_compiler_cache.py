@@ -1,0 +1,456 @@
+"""In: threads, processes, crashes, damage and full disks. Out: a cache that is right or absent, never in the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cache_support
+import pytest
+from cache_support import child, entry_file, finish, key, must_not_build, payload, ready
+
+from torchtpu.compiler_cache import DirectoryStore, NullStore, Store, open_store
+
+home = pytest.fixture(cache_support.home)
+store = pytest.fixture(cache_support.store)
+lines = pytest.fixture(cache_support.lines)
+
+
+# What a store gives back
+
+
+def test_what_was_put_is_found_by_another_store(store: DirectoryStore, home: Path) -> None:
+    assert store.get(key(1)) is None
+    assert store.put(key(1), payload(1))
+    assert DirectoryStore(home).get(key(1)) == payload(1)
+    assert DirectoryStore(home).get_or_build(key(1), must_not_build) == payload(1)
+    assert store.stats().misses == store.stats().stored == 1
+
+
+def test_entries_and_directories_belong_to_their_user_alone(store: DirectoryStore, home: Path) -> None:
+    os.umask(previous := os.umask(0))
+    os.umask(0)
+    try:
+        store.put(key(1), b"code")
+    finally:
+        os.umask(previous)
+    for path in home.rglob("*"):
+        assert path.lstat().st_mode & 0o077 == 0
+
+
+def test_a_hit_says_what_it_saved(store: DirectoryStore, home: Path) -> None:
+    def build() -> bytes:
+        time.sleep(0.02)
+        return b"code"
+
+    store.get_or_build(key(1), build, {"line": "train.py:61"})
+    reader = DirectoryStore(home)
+    reader.get(key(1))
+    assert reader.stats().hits == 1
+    assert reader.stats().saved_ms >= 20
+    (entry,) = store.entries()
+    assert entry.read().note["line"] == "train.py:61"
+
+
+def test_an_empty_payload_is_a_payload(store: DirectoryStore) -> None:
+    assert store.get_or_build(key(1), lambda: b"") == b""
+    assert store.get_or_build(key(1), must_not_build) == b""
+
+
+def test_a_discarded_entry_is_built_again(store: DirectoryStore, lines: list[str]) -> None:
+    store.put(key(1), b"of another machine")
+    store.discard(key(1), "unknown instruction")
+    assert len(lines) == 1
+    assert "unknown instruction" in lines[0]
+    assert store.get_or_build(key(1), lambda: b"code") == b"code"
+    assert store.stats().discarded == 1
+
+
+# Single flight
+
+
+def in_threads(count: int, work: Callable[[], Any]) -> list[Any]:
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except ValueError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_threads_build_a_key_once(store: DirectoryStore, keeps: bool) -> None:
+    tested: Store = store if keeps else NullStore("a test")
+    built = []
+
+    def build() -> bytes:
+        built.append(1)
+        time.sleep(0.2)
+        return b"code"
+
+    assert in_threads(8, lambda: tested.get_or_build(key(1), build)) == [b"code"] * 8
+    assert len(built) == 1
+    assert tested.stats().builds == 1
+
+
+def test_a_failed_build_is_its_own_callers_and_a_waiter_builds(store: DirectoryStore) -> None:
+    started = []
+
+    def build() -> bytes:
+        started.append(1)
+        time.sleep(0.05)
+        if len(started) == 1:
+            raise ValueError("no registers left")
+        return b"code"
+
+    results = in_threads(4, lambda: store.get_or_build(key(1), build))
+    assert [type(result) for result in results].count(ValueError) == 1
+    assert results.count(b"code") == 3
+    assert len(started) == 2
+
+
+def test_a_build_may_use_the_store_and_even_its_own_key(store: DirectoryStore) -> None:
+    def build() -> bytes:
+        part = store.get_or_build(key(2), lambda: b"part")
+        return store.get_or_build(key(1), lambda: part + b" and whole") if part else b""
+
+    assert in_threads(1, lambda: DirectoryStore(None).get_or_build(key(1), lambda: b"x")) == [b"x"]
+    assert store.get_or_build(key(3), lambda: store.get_or_build(key(2), lambda: b"part") + b"!") == b"part!"
+    null = NullStore("a test")
+    assert null.get_or_build(key(1), lambda: null.get_or_build(key(1), lambda: b"inner")) == b"inner"
+
+
+def test_processes_build_a_key_once(home: Path, request: pytest.FixtureRequest) -> None:
+    processes, keys = (8, 20) if request.config.getoption("--full") else (4, 3)
+    code = """
+        store = DirectoryStore(sys.argv[1])
+        def build(i):
+            with open(sys.argv[2], "a") as file: file.write(f"{i}\\n")
+            time.sleep(0.1)
+            return payload(i)
+        print("ready", flush=True); sys.stdin.readline()
+        right = all(store.get_or_build(key(i), lambda: build(i)) == payload(i) for i in range(int(sys.argv[3])))
+        stats = store.stats()
+        print(right, stats.builds, stats.hits + stats.waits + stats.builds)
+    """
+    log = home.parent / "builds"
+    children = [child(code, home, log, keys) for _ in range(processes)]
+    for one in children:
+        assert ready(one) == "ready"
+    for one in children:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    answers = [finish(one).split() for one in children]
+    assert sorted(map(int, log.read_text().split())) == list(range(keys))
+    assert all((right, total) == ("True", str(keys)) for right, _, total in answers)
+    assert sum(int(builds) for _, builds, _ in answers) == keys
+    assert list((home / "locks").iterdir()) == []
+
+
+# Crashes
+
+
+def test_a_killed_writer_leaves_no_error_and_no_delay(home: Path, request: pytest.FixtureRequest) -> None:
+    code = """
+        store = DirectoryStore(sys.argv[1])
+        print("ready", flush=True)
+        for i in range(1000):
+            store.get_or_build(key(i), lambda: payload(i))
+    """
+    moments, found = random.Random(0), 0
+    for _ in range(200 if request.config.getoption("--full") else 20):
+        writer = child(code, home)
+        assert ready(writer) == "ready"
+        time.sleep(moments.uniform(0, 0.05))
+        writer.kill()
+        finish(writer)
+        reader = DirectoryStore(home)
+        for i in range(20):
+            stored = reader.get(key(i))
+            assert stored in (None, payload(i))
+            found += stored is not None
+        started = time.monotonic()
+        for i in range(20):
+            assert reader.get_or_build(key(i), lambda i=i: payload(i)) == payload(i)
+        assert time.monotonic() - started < 2
+        assert reader.stats().damaged == 0
+        for entry in list(reader.entries())[::2]:
+            entry.path.unlink()
+    assert found
+
+
+def test_a_waiter_takes_over_from_a_killed_builder(store: DirectoryStore, home: Path) -> None:
+    # The builder has forked a worker, as a DataLoader does: the worker must not keep the lock alive.
+    code = """
+        def build():
+            worker = os.fork()
+            if worker == 0: time.sleep(60); os._exit(0)
+            print(worker, flush=True); time.sleep(60)
+        DirectoryStore(sys.argv[1]).get_or_build(key(1), build)
+    """
+    builder = child(code, home)
+    worker = int(ready(builder))
+    results: list[bytes] = []
+    waiter = threading.Thread(target=lambda: results.append(store.get_or_build(key(1), lambda: b"code")))
+    try:
+        waiter.start()
+        waiter.join(0.3)
+        assert waiter.is_alive()
+        builder.kill()
+        waiter.join(2)
+        assert results == [b"code"]
+        os.kill(worker, 0)  # still there
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        builder.kill()
+        finish(builder)
+
+
+def test_what_killed_writers_left_is_swept(store: DirectoryStore, home: Path) -> None:
+    store.put(key(1), b"code")
+    (home / "locks").mkdir(exist_ok=True)
+    (home / "locks" / key(7).digest).touch()
+    left, fresh = home / "tmp" / "1-left", home / "tmp" / "2-fresh"
+    left.write_bytes(b"half")
+    fresh.write_bytes(b"being written")
+    os.utime(left, (1, 1))
+    DirectoryStore(home).put(key(2), b"code")
+    assert not left.exists()
+    assert fresh.exists()
+    assert list((home / "locks").iterdir()) == []
+
+
+def test_an_interrupted_build_is_not_in_the_way(store: DirectoryStore) -> None:
+    def build() -> bytes:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.get_or_build(key(1), build)
+    assert store.get_or_build(key(1), lambda: b"code") == b"code"
+
+
+# Damage
+
+
+def assert_is_missed_and_rebuilt(home: Path, lines: list[str]) -> None:
+    lines.clear()
+    reader = DirectoryStore(home)
+    assert reader.get(key(1)) is None
+    assert len(lines) == 1, lines
+    assert reader.get_or_build(key(1), lambda: payload(1)) == payload(1)
+    assert len(lines) == 1, lines
+    assert DirectoryStore(home).get_or_build(key(1), must_not_build) == payload(1)
+
+
+def test_a_flipped_byte_is_a_miss(
+    store: DirectoryStore, home: Path, lines: list[str], request: pytest.FixtureRequest
+) -> None:
+    store.put(key(1), b"x" * 300)
+    path = entry_file(store, key(1))
+    whole = path.read_bytes()
+    chance = random.Random(1)
+    for flip in range(500 if request.config.getoption("--full") else 50):
+        position = flip if flip < 25 else chance.randrange(len(whole))
+        changed = bytearray(whole)
+        changed[position] ^= chance.randrange(1, 256)
+        path.write_bytes(changed)
+        assert_is_missed_and_rebuilt(home, lines)
+
+
+def test_a_truncated_or_longer_file_is_a_miss(
+    store: DirectoryStore, home: Path, lines: list[str], request: pytest.FixtureRequest
+) -> None:
+    store.put(key(1), b"x" * 300)
+    path = entry_file(store, key(1))
+    whole = path.read_bytes()
+    chance = random.Random(2)
+    for _ in range(100 if request.config.getoption("--full") else 20):
+        path.write_bytes(whole[: chance.randrange(len(whole))])
+        assert_is_missed_and_rebuilt(home, lines)
+    for damaged in (b"", whole + b"\0", whole * 2):
+        path.write_bytes(damaged)
+        assert_is_missed_and_rebuilt(home, lines)
+
+
+def test_another_keys_entry_under_this_name_is_a_miss(store: DirectoryStore, home: Path, lines: list[str]) -> None:
+    store.put(key(1), b"right")
+    store.put(key(2), b"wrong")
+    entry_file(store, key(1)).write_bytes(entry_file(store, key(2)).read_bytes())
+    assert [file.digest for file, _ in store.damaged()] == [key(1).digest]
+    assert_is_missed_and_rebuilt(home, lines)
+    assert list(store.damaged()) == []
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "link"])
+def test_what_is_no_file_is_a_miss(store: DirectoryStore, lines: list[str], kind: str) -> None:
+    store.put(key(1), b"code")
+    path = entry_file(store, key(1))
+    moved = path.rename(path.with_name("moved"))
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(moved)
+    assert store.get(key(1)) is None
+    assert store.get_or_build(key(1), lambda: b"code") == b"code"
+    assert len(lines) <= 2, lines
+
+
+def test_a_cache_deleted_while_in_use_comes_back(store: DirectoryStore, home: Path) -> None:
+    store.put(key(1), b"code")
+    for path in sorted(home.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    home.rmdir()
+    assert store.get(key(1)) is None
+    assert store.get_or_build(key(1), lambda: b"code") == b"code"
+    assert store.get_or_build(key(1), must_not_build) == b"code"
+
+
+# Disks that do not take what is written
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def fail(*arguments: object, **options: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EIO])
+def test_a_failing_write_degrades_to_no_cache_with_one_line(
+    home: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store = DirectoryStore(home)
+    store.put(key(0), b"before")
+    genuine = os.fdopen
+
+    def fdopen(descriptor: int, mode: str, *rest: Any, **options: Any) -> Any:
+        file = genuine(descriptor, mode, *rest, **options)
+        if "w" in mode:
+            file.close()
+            failing(number)()
+        return file
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    for i in range(1, 4):
+        assert store.get_or_build(key(i), lambda: b"code") == b"code"
+    assert store.get(key(0)) == b"before"
+    assert not store.put(key(5), b"code")
+    assert not store.keeps
+    assert len(lines) == 1, lines
+    assert list((home / "tmp").iterdir()) == []
+
+
+def test_a_disk_without_locks_still_builds(
+    store: DirectoryStore, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", failing(errno.ENOLCK))
+    assert store.get_or_build(key(1), lambda: b"code") == b"code"
+    assert len(lines) == 1, lines
+
+
+def test_a_full_disk_degrades_to_no_cache(tmp_path: Path, lines: list[str]) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting takes root")
+    disk = tmp_path / "disk"
+    disk.mkdir(0o700)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k,mode=0700", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {mount.stderr.decode().strip()}")
+    try:
+        store = open_store({"TORCHTPU_CACHE_DIR": str(disk / "cache")})
+        assert store.put(key(0), b"small")
+        assert store.get_or_build(key(1), lambda: payload(1)) == payload(1)
+        assert store.get_or_build(key(7), lambda: payload(7)) == payload(7)
+        assert store.get_or_build(key(7), lambda: payload(7)) == payload(7)
+        assert store.get(key(0)) == b"small"
+        assert len(lines) == 1, lines
+        assert list((disk / "cache" / "tmp").iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_read_mode_reads_and_writes_nothing(store: DirectoryStore, home: Path) -> None:
+    store.put(key(1), b"code")
+    os.utime(entry_file(store, key(1)), (1, 1))
+
+    def listing() -> list[tuple[str, float]]:
+        return sorted((str(path), path.stat().st_mtime) for path in home.rglob("*"))
+
+    before = listing()
+    reader = open_store({"TORCHTPU_CACHE_DIR": str(home), "TORCHTPU_CACHE": "read"})
+    assert reader.get(key(1)) == b"code"
+    assert reader.get_or_build(key(2), lambda: b"built") == b"built"
+    reader.discard(key(1), "a test")
+    assert not reader.keeps
+    assert listing() == before
+
+
+# Bounds
+
+
+def test_the_longest_unused_entries_go_first(home: Path) -> None:
+    store = DirectoryStore(home, max_bytes=200 * 4096)
+    for i in range(10):
+        store.put(key(i), b"x" * 8000)
+        os.utime(entry_file(store, key(i)), (1000 + i, 1000 + i))
+    store.get(key(0))  # a use makes it the youngest
+    store.prune(max_bytes=5 * 8192)
+    left = [i for i in range(10) if entry_file(store, key(i)).exists()]
+    assert left == [0, 7, 8, 9]
+
+
+def test_the_directory_stays_within_its_bound(home: Path) -> None:
+    store = DirectoryStore(home, max_bytes=100 * 4096)
+    for i in range(300):
+        assert store.put(key(i), b"x" * 3000)
+    used = sum(-(-entry.nbytes // 4096) * 4096 for entry in store.entries())
+    assert used <= 1.05 * 100 * 4096
+    assert store.stats().evicted >= 190
+    assert store.get(key(299)) is not None
+    assert not store.put(key(1000), bytes(101 * 4096))
+    few = DirectoryStore(home, max_entries=10)
+    few.put(key(1), b"code")
+    assert len(list(few.entries())) <= 10
+
+
+def test_a_hit_is_noted_once_a_minute(store: DirectoryStore) -> None:
+    store.put(key(1), b"code")
+    path, now = entry_file(store, key(1)), time.time()
+    os.utime(path, (now - 30, now - 30))
+    store.get(key(1))
+    assert path.stat().st_mtime == pytest.approx(now - 30, abs=1)
+    os.utime(path, (now - 90, now - 90))
+    store.get(key(1))
+    assert path.stat().st_mtime == pytest.approx(now, abs=10)
+
+
+def test_a_clock_that_was_set_back_does_not_keep_old_entries(store: DirectoryStore) -> None:
+    for i in range(4):
+        store.put(key(i), b"x" * 3000)
+    tomorrow = time.time() + 86400
+    for i in range(2):
+        os.utime(entry_file(store, key(i)), (tomorrow, tomorrow))
+    assert store.get(key(0)) is not None  # used now, by today's clock
+    store.prune(max_bytes=4 * 4096 - 1)
+    assert [i for i in range(4) if store.get(key(i)) is not None] == [0, 2, 3]
