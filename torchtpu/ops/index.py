@@ -1,0 +1,220 @@
+"""Reading and writing at indices: in come arrays and integer positions, out go the elements there, or the array changed.
+
+Every index is checked on the device (`ctx.check`): XLA clamps a read and drops a write that is out of range, and the
+op's error is raised before anybody sees such a value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtpu.ops.registry import Context, jnp, lowering, opmath
+
+PROMISED = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+DROPPED = {"mode": "drop", "wrap_negative_indices": False}
+
+
+def checked(ctx: Context, index: Any, size: int, message: str, error: type[Exception] = IndexError) -> Any:
+    """`index`, after a check that 0 <= index < size."""
+    ctx.check((index >= 0) & (index < size), message, error)
+    return index
+
+
+def wrapped(ctx: Context, index: Any, size: int, message: str) -> Any:
+    """`index` counted from 0, after a check that -size <= index < size."""
+    return checked(ctx, _from_zero(index, size), size, message)
+
+
+def _from_zero(index: Any, size: int) -> Any:
+    return jnp.where(index < 0, index + size, index)
+
+
+def out_of_bounds(dim: int, size: int) -> str:
+    return f"index is out of bounds for dimension {dim} with size {size}"
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (bool, jnp.uint8)
+
+
+@lowering("index.Tensor", "_unsafe_index.Tensor")
+def index_tensor(x, indices, *, ctx):
+    assert not any(map(_is_mask, indices)), "the recorder sends reads at a mask, whose shape depends on data, to the CPU"
+    where = [None if i is None else _wrapped_at(ctx, i, x, d) for d, i in enumerate(indices)]
+    return x.at[_slices(where)].get(**PROMISED)
+
+
+def _wrapped_at(ctx: Context, index: Any, x: Any, dim: int) -> Any:
+    return wrapped(ctx, index, x.shape[dim], out_of_bounds(dim, x.shape[dim]))
+
+
+def _slices(where: list[Any]) -> tuple[Any, ...]:
+    return tuple(slice(None) if i is None else i for i in where)
+
+
+@lowering("index_put", "_unsafe_index_put")
+def index_put(x, indices, values, accumulate=False, *, ctx):
+    values, masks = values.astype(x.dtype), [i for i in indices if _is_mask(i)]
+    if not masks:
+        where = [None if i is None else _wrapped_at(ctx, i, x, d) for d, i in enumerate(indices)]
+    elif len(masks) == 1 and all(i is None or i is masks[0] for i in indices):
+        return _put_at_mask(ctx, x, indices, masks[0] != 0, values, accumulate)
+    else:
+        where = _positions_with_masks(ctx, x, indices, values)
+    return (_accumulated if accumulate else _stored)(x, _slices(where), values)
+
+
+def _stored(x: Any, where: Any, values: Any) -> Any:
+    return x.at[where].set(values, **DROPPED)
+
+
+def _accumulated(x: Any, where: Any, values: Any) -> Any:
+    if x.dtype == bool:
+        return x.at[where].max(values, **DROPPED)
+    return opmath(x).at[where].add(values, **DROPPED)
+
+
+@lowering("_index_put_impl")
+def index_put_impl(x, indices, values, accumulate=False, unsafe=False, *, ctx):
+    return index_put(x, indices, values, accumulate, ctx=ctx)
+
+
+def _put_at_mask(ctx: Context, x: Any, indices: Any, mask: Any, values: Any, accumulate: bool) -> Any:
+    """x[:, ..., mask] = values without a scatter: the n-th one of the mask takes the n-th slice of the values."""
+    lead = next(d for d, i in enumerate(indices) if i is not None)
+    tail = x.ndim - lead - mask.ndim
+    values = values.reshape((1,) * (lead + 1 + tail - values.ndim) + values.shape)
+    count = values.shape[lead]
+    if count != 1:
+        _check_count(ctx, jnp.sum(mask) == count, values)
+        ordinal = jnp.cumsum(mask.reshape(-1), dtype=jnp.int64) - 1
+        values = jnp.take(values, jnp.clip(ordinal, 0, count - 1), lead, mode="clip") if count else x.reshape(-1)[:0]
+    if values.size == 0:
+        return x
+    spread = mask.shape if count != 1 else (1,) * mask.ndim
+    values = values.reshape(values.shape[:lead] + spread + values.shape[lead + 1 :])
+    return jnp.where(mask.reshape(mask.shape + (1,) * tail), x + values if accumulate else values, x)
+
+
+def _positions_with_masks(ctx: Context, x: Any, indices: Any, values: Any) -> list[Any]:
+    """Each mask as the positions of its ones: as many as the other indices or the values call for, or else padded with
+    positions behind the end."""
+    numbers = [i.shape for i in indices if i is not None and not _is_mask(i)]
+    beside = jnp.broadcast_shapes(*numbers)[-1:] if numbers else ()
+    is_beside = beside not in ((), (1,))
+    count = beside if is_beside else _values_beside_masks(x, indices, values)
+    is_counted = count not in ((), (1,))
+    totals = [jnp.sum(i != 0) for i in indices if _is_mask(i)]
+    total = jnp.where(jnp.min(jnp.stack(totals)) == 0, 0, jnp.max(jnp.stack(totals)))
+    size = count[0] if is_counted else max(i.size for i in indices if _is_mask(i))
+    expected = (total == size) | ((total == 1) & is_beside) if is_counted else True
+    for ones in totals:
+        _check_count(ctx, expected & ((ones == total) | (ones == 1)), values)
+    taken = jnp.arange(size) < (size if is_counted else total)
+    where: list[Any] = []
+    for index in indices:
+        if _is_mask(index):
+            # the only one of a mask serves all ones of another
+            only = (jnp.sum(index != 0) == 1) & taken
+            where.extend(jnp.where(only, o[:1], o) for o in jnp.nonzero(index, size=size, fill_value=max(x.shape)))
+        else:
+            where.append(None if index is None else _wrapped_at(ctx, index, x, len(where)))
+    return where
+
+
+def _values_beside_masks(x: Any, indices: Any, values: Any) -> tuple[int, ...]:
+    """The size of `values` in the dimension that counts the ones of the masks."""
+    taken = [d for d, is_taken in enumerate(_per_dim(indices)) if is_taken]
+    is_adjacent = taken == list(range(taken[0], taken[-1] + 1))
+    behind = x.ndim - 1 - taken[-1] if is_adjacent else x.ndim - len(taken)
+    return tuple(values.shape[values.ndim - behind - 1 :][:1]) if values.ndim > behind else ()
+
+
+def _per_dim(indices: Any) -> list[bool]:
+    return [i is not None for i in indices for _ in range(i.ndim if _is_mask(i) else 1)]
+
+
+def _check_count(ctx: Context, ok: Any, values: Any) -> None:
+    message = f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result"
+    ctx.check(ok, message, RuntimeError)
+
+
+@lowering("_unsafe_masked_index")
+def unsafe_masked_index(x, mask, indices, fill):
+    fill = jnp.asarray(fill).astype(x.dtype)
+    if x.size == 0:
+        shape = jnp.broadcast_shapes(mask.shape, *(i.shape for i in indices if i is not None))
+        return jnp.broadcast_to(fill, shape)
+    return jnp.where(mask, x.at[_clamped(x, indices)].get(**PROMISED), fill)
+
+
+@lowering("_unsafe_masked_index_put_accumulate")
+def unsafe_masked_index_put_accumulate(x, mask, indices, values):
+    if x.size == 0:
+        return x
+    return _accumulated(x, _clamped(x, indices), jnp.where(mask, values, 0).astype(x.dtype))
+
+
+def _clamped(x: Any, indices: Any) -> tuple[Any, ...]:
+    sizes = x.shape
+    return _slices([i if i is None else jnp.clip(_from_zero(i, n), 0, n - 1) for i, n in zip(indices, sizes)])
+
+
+# One index along one dimension
+
+
+@lowering("index_select")
+def index_select(x, dim, index, *, ctx):
+    rows = x.reshape(1) if x.ndim == 0 else x
+    dim %= rows.ndim
+    index = checked(ctx, index.reshape(-1), rows.shape[dim], "index out of range in self")
+    found = rows.at[(slice(None),) * dim + (index,)].get(**PROMISED)
+    return found.reshape(x.shape) if x.ndim == 0 else found
+
+
+@lowering("gather")
+def gather(x, dim, index, *, sparse_grad=False, ctx):
+    x, at = (x.reshape(1) if x.ndim == 0 else x), (index.reshape(1) if index.ndim == 0 else index)
+    if at.size == 0:
+        return jnp.zeros(index.shape, x.dtype)
+    dim %= x.ndim
+    checked(ctx, at, x.shape[dim], out_of_bounds(dim, x.shape[dim]), RuntimeError)
+    # the index may be smaller than the array in the other dimensions
+    x = x[tuple(slice(None) if d == dim else slice(n) for d, n in enumerate(at.shape))]
+    return jnp.take_along_axis(x, at, dim, mode="promise_in_bounds").reshape(index.shape)
+
+
+@lowering("take")
+def take(x, index, *, ctx):
+    return x.reshape(-1).at[_flat(ctx, x, index)].get(**PROMISED)
+
+
+@lowering("put")
+def put(x, index, source, accumulate=False, *, ctx):
+    where = _flat(ctx, x, index).reshape(-1)
+    changed = (_accumulated if accumulate else _stored)(x.reshape(-1), where, source.reshape(-1))
+    return changed.reshape(x.shape)
+
+
+def _flat(ctx: Context, x: Any, index: Any) -> Any:
+    return wrapped(ctx, index, x.size, f"out of range: tried to access index on a tensor of {x.size} elements.")
+
+
+@lowering("masked_scatter")
+def masked_scatter(x, mask, source, *, ctx):
+    shape = jnp.broadcast_shapes(x.shape, mask.shape)
+    x, mask, source = jnp.broadcast_to(x, shape), jnp.broadcast_to(mask, shape) != 0, source.reshape(-1)
+    enough = jnp.sum(mask) <= source.size
+    ctx.check(enough, "Number of elements of source < number of ones in mask", RuntimeError)
+    if source.size == 0:
+        return x
+    ordinal = (jnp.cumsum(mask.reshape(-1), dtype=jnp.int64) - 1).reshape(shape)
+    return jnp.where(mask, source.at[jnp.clip(ordinal, 0, source.size - 1)].get(**PROMISED), x)
+
+
+@lowering("masked_scatter_backward")
+def masked_scatter_backward(grad, mask, sizes):
+    flat = jnp.zeros(sizes, grad.dtype).reshape(-1)
+    chosen = jnp.broadcast_to(mask, grad.shape).reshape(-1) != 0
+    ordinal = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int64) - 1, flat.size)
+    return flat.at[ordinal].set(grad.reshape(-1), **DROPPED).reshape(sizes)

@@ -1,0 +1,55 @@
+"""Pads: in comes an array and how many elements each side of its last dimensions grows by (negative: shrinks), out goes
+the padded array, or the gradient of the unpadded one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
+
+
+def _edges(rank: int, pad: Sequence[int]) -> list[tuple[int, int]]:
+    """(before, behind) per dimension; PyTorch lists the last dimension first."""
+    pairs = [(pad[i], pad[i + 1]) for i in range(0, len(pad), 2)]
+    return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+
+
+@lowering("constant_pad_nd")
+def constant_pad_nd(x, pad, value=0):
+    value = jnp.asarray(value).astype(x.dtype)
+    return lax.pad(x, value, [(low, high, 0) for low, high in _edges(x.ndim, pad)])
+
+
+def _mirrored(x: Any, padding: Sequence[int], mode: str) -> Any:
+    edges = _edges(x.ndim, padding)
+    grown = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in edges], mode)
+    # cut last: what is cut off one side may still be mirrored at the other
+    ends = zip(grown.shape, edges, strict=True)
+    return grown[tuple(slice(max(-low, 0), size - max(-high, 0)) for size, (low, high) in ends)]
+
+
+def _mirrored_backward(grad: Any, x: Any, padding: Sequence[int], mode: str) -> Any:
+    grad = opmath(grad)
+    (summed,) = jax.linear_transpose(lambda y: _mirrored(y, padding, mode), jax.ShapeDtypeStruct(x.shape, grad.dtype))(grad)
+    return summed
+
+
+@lowering("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
+def reflection_pad(x, padding):
+    return _mirrored(x, padding, "reflect")
+
+
+@lowering("reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward")
+def reflection_pad_backward(grad, x, padding):
+    return _mirrored_backward(grad, x, padding, "reflect")
+
+
+@lowering("replication_pad1d", "replication_pad2d", "replication_pad3d")
+def replication_pad(x, padding):
+    return _mirrored(x, padding, "edge")
+
+
+@lowering("replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward")
+def replication_pad_backward(grad, x, padding):
+    return _mirrored_backward(grad, x, padding, "edge")

@@ -1,0 +1,202 @@
+"""Order: in come arrays, out go sorted values, ranks, medians, positions in sorted sequences and histograms.
+
+NaN sorts last in ascending order, as in PyTorch.  Every sort here is stable.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torchtpu.ops.registry import jnp, lax, lowering, opmath
+
+COMPARE_ALL_LIMIT = 1 << 20  # comparisons up to which counting beats a binary search of gathers
+
+
+@lowering("sort")
+def sort(x, dim=-1, descending=False):
+    return sort_stable(x, stable=True, dim=dim, descending=descending)
+
+
+@lowering("sort.stable")
+def sort_stable(x, *, stable=None, dim=-1, descending=False):
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    dim %= x.ndim
+    position = lax.broadcasted_iota(jnp.int64, x.shape, dim)
+    if not descending:
+        return tuple(lax.sort((x, position), dimension=dim, num_keys=1, is_stable=True))
+    # the reverse of an ascending sort of the reverse: NaN first, and equal values keep their order
+    backwards = [jnp.flip(a, dim) for a in (x, position)]
+    return tuple(jnp.flip(a, dim) for a in lax.sort(backwards, dimension=dim, num_keys=1, is_stable=True))
+
+
+@lowering("topk")
+def topk(x, k, dim=-1, largest=True, sorted=True):
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    dim %= x.ndim
+    key = jnp.moveaxis(x, dim, -1)
+    if jnp.issubdtype(key.dtype, jnp.floating):
+        # top_k orders by bits, where a negative NaN is the least of all and a positive one the greatest
+        nan = jnp.asarray(math.nan, key.dtype)
+        key = jnp.where(jnp.isnan(key), nan if largest else lax.neg(lax.abs(nan)), key if largest else -key)
+    else:
+        key = key.astype(jnp.int32) if key.dtype == bool else key
+        key = key if largest else ~key
+    _, index = lax.top_k(key, k)
+    index = jnp.moveaxis(index, -1, dim)
+    return _pick(x, index, dim), index
+
+
+@lowering("kthvalue")
+def kthvalue(x, k, dim=-1, keepdim=False):
+    return _ranked(x, dim, keepdim, lambda valid, size: k - 1)
+
+
+@lowering("median.dim")
+def median_dim(x, dim, keepdim=False):
+    return _ranked(x, dim, keepdim, lambda valid, size: jnp.where(valid < size, valid, (size - 1) // 2))
+
+
+@lowering("nanmedian.dim")
+def nanmedian_dim(x, dim, keepdim=False):
+    return _ranked(x, dim, keepdim, lambda valid, size: jnp.maximum(valid - 1, 0) // 2)
+
+
+@lowering("median")
+def median(x):
+    return median_dim(x.reshape(-1), 0)[0] if x.size else _no_median(x)
+
+
+@lowering("nanmedian")
+def nanmedian(x):
+    return nanmedian_dim(x.reshape(-1), 0)[0] if x.size else _no_median(x)
+
+
+def _no_median(x: Any) -> Any:
+    return jnp.asarray(math.nan if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min, x.dtype)
+
+
+def _ranked(x: Any, dim: int, keepdim: bool, rank: Any) -> tuple[Any, Any]:
+    """The element at position rank(count of non-NaN, size) of each sorted row, and where it was."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    dim %= x.ndim
+    values, index = sort_stable(x, dim=dim)
+    valid = jnp.sum(values == values, dim, keepdims=True)
+    return _pick_both(values, index, jnp.broadcast_to(rank(valid, x.shape[dim]), valid.shape), dim, keepdim)
+
+
+def _pick_both(values: Any, index: Any, at: Any, dim: int, keepdim: bool) -> tuple[Any, Any]:
+    picked = _pick(values, at, dim), _pick(index, at, dim)
+    return picked if keepdim else (jnp.squeeze(picked[0], dim), jnp.squeeze(picked[1], dim))
+
+
+def _pick(x: Any, index: Any, dim: int) -> Any:
+    return jnp.take_along_axis(x, index, dim, mode="promise_in_bounds")
+
+
+@lowering("mode")
+def mode(x, dim=-1, keepdim=False):
+    if x.ndim == 0:
+        return x, jnp.zeros((), jnp.int64)
+    dim %= x.ndim
+    values, index = sort_stable(x, dim=dim)
+    position = lax.broadcasted_iota(jnp.int64, x.shape, dim)
+    starts = (values != jnp.roll(values, 1, dim)) | (position == 0)
+    length = position - lax.cummax(jnp.where(starts, position, 0), axis=dim)
+    # the least of the most frequent values, at its last occurrence; each NaN is a value of its own
+    return _pick_both(values, index, jnp.expand_dims(lax.argmax(length, dim, jnp.int64), dim), dim, keepdim)
+
+
+# Positions in sorted sequences
+
+
+@lowering("searchsorted.Tensor", "searchsorted.Scalar")
+def searchsorted(sequence, x, *, out_int32=False, right=False, side=None, sorter=None, ctx):
+    if sorter is not None:
+        ok = (sorter >= 0) & (sorter < sequence.shape[-1])
+        ctx.check(ok, "torch.searchsorted(): sorter index out of range", RuntimeError)
+        sequence = _pick(sequence, sorter, -1)
+    return _positions(sequence, x, right or side == "right")
+
+
+@lowering("bucketize.Tensor", "bucketize.Scalar")
+def bucketize(x, boundaries, *, out_int32=False, right=False):
+    return _positions(boundaries, x, right)
+
+
+def _positions(sequence: Any, x: Any, right: bool) -> Any:
+    """Per element of `x`, the count of elements before it in the sorted last dimension of `sequence`."""
+    common = _common_dtype(sequence, x)
+    sequence, x, size = sequence.astype(common), jnp.asarray(x, common), sequence.shape[-1]
+    if size * x.size <= COMPARE_ALL_LIMIT or size <= 16:
+        row = sequence[..., None, :] if sequence.ndim > 1 else sequence
+        return jnp.sum(_is_before(row, x[..., None], right), -1, dtype=jnp.int64)
+    low, high = jnp.zeros(x.shape, jnp.int64), jnp.full(x.shape, size, jnp.int64)
+    for _ in range(size.bit_length()):
+        middle = (low + high) // 2
+        at = jnp.minimum(middle, size - 1)
+        found = sequence[at] if sequence.ndim == 1 else _pick(sequence, at, -1)
+        goes_right = _is_before(found, x, right) & (low < high)
+        low, high = jnp.where(goes_right, middle + 1, low), jnp.where(goes_right, high, middle)
+    return low
+
+
+def _is_before(element: Any, x: Any, right: bool) -> Any:
+    # a comparison turned around, so that a NaN on either side lies behind everything
+    return ~(element > x) if right else ~(element >= x)
+
+
+def _common_dtype(sequence: Any, x: Any) -> Any:
+    """The dtype of both, where a number only decides between integer and floating point."""
+    if not getattr(x, "weak_type", not hasattr(x, "dtype")):
+        return jnp.promote_types(sequence.dtype, x.dtype)
+    is_float = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return jnp.dtype("float32") if is_float and not jnp.issubdtype(sequence.dtype, jnp.floating) else sequence.dtype
+
+
+@lowering("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor")
+def isin(elements, tests, *, assume_unique=False, invert=False):
+    elements, tests = jnp.asarray(elements), jnp.asarray(tests)
+    common = jnp.promote_types(elements.dtype, tests.dtype)
+    elements, tests = elements.astype(common), tests.astype(common).reshape(-1)
+    if tests.size * elements.size <= COMPARE_ALL_LIMIT or tests.size <= 16:
+        found = jnp.any(elements[..., None] == tests, -1)
+    else:
+        ordered = jnp.sort(tests)
+        at = jnp.minimum(_positions(ordered, elements, right=False), tests.size - 1)
+        found = ordered[at] == elements
+    return ~found if invert else found
+
+
+# Histograms
+
+
+@lowering("histc")
+def histc(x, bins=100, min=0, max=0, *, ctx):
+    low, high = _range(x, min, max)
+    ok = jnp.isfinite(low) & jnp.isfinite(high)
+    ctx.check(ok, "torch.histc: the range of the histogram is not finite", RuntimeError)
+    x = x.reshape(-1)
+    at = jnp.clip(((x - low) * bins / (high - low)).astype(jnp.int64), 0, bins - 1)
+    at = jnp.where((x >= low) & (x <= high), at, bins)
+    return jnp.zeros(bins, opmath(x).dtype).at[at].add(1, mode="drop")
+
+
+def _range(x: Any, low: Any, high: Any) -> tuple[Any, Any]:
+    """The edges of a histogram: those given, else those of the data; a range without width grows by one on each side."""
+    low, high = jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype)
+    if x.size:
+        is_unset = low == high
+        low, high = jnp.where(is_unset, jnp.min(x), low), jnp.where(is_unset, jnp.max(x), high)
+    is_point = low == high
+    return jnp.where(is_point, low - 1, low), jnp.where(is_point, high + 1, high)
+
+
+@lowering("nonzero_static")
+def nonzero_static(x, *, size, fill_value=-1):
+    if x.ndim == 0 or x.size == 0:
+        return jnp.full((size, x.ndim), fill_value, jnp.int64)
+    return jnp.stack([i.astype(jnp.int64) for i in jnp.nonzero(x, size=size, fill_value=fill_value)], -1)
