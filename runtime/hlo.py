@@ -95,8 +95,12 @@ class Lines:
         shape = tuple(-(-(b - a) // s) for a, b, s in zip(starts, limits, steps, strict=True))
         if shape == x.shape:
             return x
-        ranges = ", ".join(f"{a}:{b}:{s}" if s != 1 else f"{a}:{b}" for a, b, s in zip(starts, limits, steps, strict=True))
-        return self.emit(f"stablehlo.slice {x.name} [{ranges}] : ({x.type}) -> {tensor_type(shape, x.dtype)}", shape, x.dtype)
+        ranges = ", ".join(
+            f"{a}:{b}:{s}" if s != 1 else f"{a}:{b}" for a, b, s in zip(starts, limits, steps, strict=True)
+        )
+        return self.emit(
+            f"stablehlo.slice {x.name} [{ranges}] : ({x.type}) -> {tensor_type(shape, x.dtype)}", shape, x.dtype
+        )
 
     def transpose(self, x: Value, order: Sequence[int]) -> Value:
         """Dimension i of the result is dimension `order[i]` of `x`."""
@@ -125,7 +129,9 @@ class Lines:
         lists = ", ".join(
             f"{name} = [{', '.join(map(str, v))}]" for name, v in (("low", low), ("high", high), ("interior", interior))
         )
-        text = f"stablehlo.pad {x.name}, {fill.name}, {lists} : ({x.type}, {fill.type}) -> {tensor_type(shape, x.dtype)}"
+        text = (
+            f"stablehlo.pad {x.name}, {fill.name}, {lists} : ({x.type}, {fill.type}) -> {tensor_type(shape, x.dtype)}"
+        )
         return self.emit(text, shape, x.dtype)
 
     def concatenate(self, parts: Sequence[Value], dim: int) -> Value:
@@ -157,7 +163,11 @@ class Lines:
         """The bool array `x != 0` of an unsigned integer array."""
         zero = self.constant(0, x.shape, x.dtype)
         result = tensor_type(x.shape, torch.bool)
-        return self.emit(f"stablehlo.compare NE, {x.name}, {zero.name}, UNSIGNED : ({x.type}, {x.type}) -> {result}", x.shape, torch.bool)
+        return self.emit(
+            f"stablehlo.compare NE, {x.name}, {zero.name}, UNSIGNED : ({x.type}, {x.type}) -> {result}",
+            x.shape,
+            torch.bool,
+        )
 
     def bitcast(self, x: Value, shape: Shape, dtype: torch.dtype) -> Value:
         """The bits of `x` as another element type; `shape` has one dimension more or less where the widths differ."""

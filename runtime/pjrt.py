@@ -12,11 +12,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.extend
+import jaxlib
 import numpy as np
 import torch
 from jax.core import ShapedArray
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax, xla_client
+
+from torchtpu.compiler_cache import Target, compiler_line, host_cpu_features
 
 Aval = tuple[tuple[int, ...], torch.dtype]
 
@@ -44,14 +48,24 @@ class Client:
         return {"gpu": "cuda"}.get(self.platform, self.platform)
 
     @property
-    def fingerprint(self) -> str:
-        """Names the compiler and the kind of device that executables are built for."""
-        return f"{self._client.platform_version} {self.devices[0].device_kind} jaxlib-{xla_client._version}"
+    def target(self) -> Target:
+        """What programs are compiled for."""
+        line = compiler_line(jaxlib.__version__, self._client.platform_version)
+        return Target(self.lowering_platform, self.devices[0].device_kind, line, host_features=host_cpu_features())
 
-    @property
-    def options_text(self) -> str:
-        """The compile options that change an executable, without device ids."""
-        return repr(_OPTIONS)
+    def options(self, device: int) -> bytes:
+        """The compile options for a device, serialized."""
+        data: bytes = self._options[device].SerializeAsString()
+        return data
+
+    def memory_bytes(self, device: int) -> int:
+        """The bytes a device has; 0 where the platform does not say."""
+        stats = self.devices[device].memory_stats() or {}
+        return int(stats.get("bytes_limit", 0))
+
+    def device_name(self, device: int) -> str:
+        """What the platform calls the device."""
+        return str(self.devices[device].device_kind)
 
     def close(self) -> None:
         """Drops the client; arrays that are still held keep what they need of it."""
@@ -94,10 +108,15 @@ class Client:
             for shape, dtype in avals
         ]
 
-    def execute(self, executable: Any, arguments: list[Any], handlers: list[Any]) -> list[Any]:
-        """Enqueues one launch and returns its arrays, which may still be pending."""
-        outputs: list[Any] = executable.execute_sharded(arguments).consume_with_handlers(handlers)
-        return outputs
+    def execute(self, executable: Any, arguments: list[Any], handlers: list[Any]) -> tuple[list[Any], Any]:
+        """Enqueues one launch; returns its arrays, which may still be pending, and what `wait_for_launch` waits for."""
+        results = executable.execute_sharded(arguments, with_tokens=True)
+        token = results.consume_token()
+        return results.consume_with_handlers(handlers), token
+
+    def wait_for_launch(self, token: Any) -> None:
+        """Returns when a launch has run, raises what it raised."""
+        token.block_until_ready()
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """An array with the contents of a contiguous CPU tensor, which must not change afterwards.

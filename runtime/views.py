@@ -125,7 +125,9 @@ def _read(lines: Lines, array: Value, sizes: Shape, strides: Shape, offset: int)
 def _read_box(lines: Lines, array: Value, box: Box, sizes: Shape) -> Value:
     value = lines.reshape(array, box.factors)
     ranges = box.ranges
-    value = lines.slice(value, [r.start for r in ranges], [r.start + r.extent for r in ranges], [r.step for r in ranges])
+    value = lines.slice(
+        value, [r.start for r in ranges], [r.start + r.extent for r in ranges], [r.step for r in ranges]
+    )
     order = [k for dim in box.dims for k in dim]
     if order != sorted(order):
         used = sorted(order)

@@ -52,7 +52,7 @@ class Cases:
         text = f"module @m {{\n  func.func public @main({heads}) -> ({types}) {{\n{body}\n    return {names} : {types}\n  }}\n}}"
         executable = client.compile(text, 0)
         avals = [(tuple(t.shape), t.dtype) for t in self.expected]
-        outputs = client.execute(executable, [client.upload(t, 0) for t in self.inputs], client.handlers(avals, 0))
+        outputs, _ = client.execute(executable, [client.upload(t, 0) for t in self.inputs], client.handlers(avals, 0))
         for expected, output in zip(self.expected, outputs, strict=True):
             actual = client.download(output)
             assert actual.dtype == expected.dtype
@@ -114,7 +114,9 @@ def random_view(x: torch.Tensor, rng: random.Random, length: int, may_expand: bo
                 x = x.diagonal(0, *rng.sample(range(x.dim()), 2))
             case "unfold" if may_expand and x.dim() and size > 2 and rng.random() < 0.3:
                 x = x.unfold(dim, 2, rng.choice([1, 2]))
-            case "strided" if may_expand and rng.random() < 0.1 and x.untyped_storage().nbytes() >= 40 and x.dtype.itemsize == 4:
+            case "strided" if (
+                may_expand and rng.random() < 0.1 and x.untyped_storage().nbytes() >= 40 and x.dtype.itemsize == 4
+            ):
                 x = torch.as_strided(x, (2, 2), (rng.choice([2, 3, 5]), rng.choice([1, 2])), rng.randrange(2))
             case _:
                 continue
@@ -196,8 +198,10 @@ def test_reads_and_writes_through_another_dtype_equal_torch(client: Client) -> N
         for have in DTYPES:
             for want in DTYPES:
                 total = rng.choice([16, 32, 48]) + rng.choice([0, 0, 0, 1])
-                base = torch.randint(2, (total,), dtype=torch.uint8) if torch.bool in (have, want) else (
-                    torch.randint(56, (total,), dtype=torch.uint8)
+                base = (
+                    torch.randint(2, (total,), dtype=torch.uint8)
+                    if torch.bool in (have, want)
+                    else (torch.randint(56, (total,), dtype=torch.uint8))
                 )
                 base = base[: total // have.itemsize * have.itemsize].view(have)
                 if total % 2 == 0 and base.numel() % 4 == 0 and rng.random() < 0.7:
@@ -210,14 +214,23 @@ def test_reads_and_writes_through_another_dtype_equal_torch(client: Client) -> N
                 cases.add(views.read(_base(base), _view(view)), view.clone(), array=array)
                 new = _flipped(view)
                 view.copy_(new)
-                cases.add(views.write(_base(base), _view(view), False), flat.view(base.shape), array=array, new=cases.input(new))
+                cases.add(
+                    views.write(_base(base), _view(view), False),
+                    flat.view(base.shape),
+                    array=array,
+                    new=cases.input(new),
+                )
         cases.check(client)
 
 
 def test_zero_dim_arrays_are_read_through_another_dtype(client: Client) -> None:
     cases = Cases()
     base = torch.tensor(1.5)
-    cases.add(views.read(_base(base), View((4,), (1,), 0, torch.uint8)), base.view(1).view(torch.uint8), array=cases.input(base))
+    cases.add(
+        views.read(_base(base), View((4,), (1,), 0, torch.uint8)),
+        base.view(1).view(torch.uint8),
+        array=cases.input(base),
+    )
     z = torch.tensor(1 + 2j)
     cases.add(views.read(_base(z), View((2,), (1,), 0, torch.float32)), torch.view_as_real(z), array=cases.input(z))
     cases.check(client)

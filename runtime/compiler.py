@@ -1,0 +1,158 @@
+"""Compiling: in come program texts, out come loaded executables, from memory, from the store, or from XLA.
+
+Worker threads compile; XLA releases the GIL meanwhile. A text is compiled once, however many ask for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchtpu.compiler_cache import Key, Store
+
+from .counters import Counters
+
+if TYPE_CHECKING:
+    from .pjrt import Client
+
+_JOIN_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An executable on one device. `argument_bytes` ... `temporary_bytes` are those of one launch."""
+
+    executable: Any
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    source: str  # "compile" or "disk"
+    milliseconds: float
+
+
+class Compiler:
+    """The worker pool and the executables in memory; one per engine."""
+
+    def __init__(self, client: Client, store: Store, counters: Counters, threads: int, capacity: int = 1024) -> None:
+        self._client = client
+        self._store = store
+        self._counters = counters
+        self._capacity = capacity
+        self._condition = threading.Condition()  # guards what follows
+        self._flights: OrderedDict[tuple[str, int], Future[Loaded]] = OrderedDict()
+        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self._is_closed = False
+        self._idle = 0
+        self._max_threads = max(1, threads)
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, text: str, key: Key, device: int, *, is_needed_now: bool = True) -> Future[Loaded]:
+        """The executable of `text` on `device`, now or later; what is needed now is compiled first.
+
+        A build that failed is forgotten: who asks again builds again.
+        """
+        flight_key = key.digest, device
+        with self._condition:
+            flight = self._flights.get(flight_key)
+            if flight is not None:
+                self._counters.cache_hits_memory += 1
+                self._flights.move_to_end(flight_key)
+                return flight
+            if self._is_closed:
+                raise RuntimeError("the compiler is shut down")
+            flight = self._flights[flight_key] = Future()
+            job = lambda: self._build(flight_key, flight, text, key, device)
+            heapq.heappush(self._jobs, (0 if is_needed_now else 1, next(self._number), job))
+            if self._idle == 0 and len(self._threads) < self._max_threads:
+                thread = threading.Thread(target=self._work, name=f"torchtpu-compile-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._condition.notify()
+        return flight
+
+    def close(self) -> None:
+        """Drops what waits, finishes what is being compiled (for a while), ends the threads."""
+        with self._condition:
+            self._is_closed = True
+            self._jobs.clear()
+            self._condition.notify_all()
+            threads = list(self._threads)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        with self._condition:
+            flights = list(self._flights.values())
+            self._flights.clear()
+        for flight in flights:
+            flight.cancel()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                self._idle += 1
+                while not self._jobs and not self._is_closed:
+                    self._condition.wait()
+                self._idle -= 1
+                if self._is_closed:
+                    return
+                _, _, job = heapq.heappop(self._jobs)
+            job()
+
+    def _build(self, flight_key: tuple[str, int], flight: Future[Loaded], text: str, key: Key, device: int) -> None:
+        try:
+            loaded = self._load_or_compile(text, key, device)
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, the waiters have to hear of it
+            with self._condition:
+                self._flights.pop(flight_key, None)
+            flight.set_exception(error)
+            return
+        flight.set_result(loaded)
+        with self._condition:
+            done = [k for k, f in self._flights.items() if f.done()]
+            for old in done[: max(0, len(self._flights) - self._capacity)]:
+                del self._flights[old]
+
+    def _load_or_compile(self, text: str, key: Key, device: int) -> Loaded:
+        if not self._store.keeps:
+            self._counters.cache_misses += 1
+            return self._compile(text, device)
+        built: list[Loaded] = []
+
+        def build() -> bytes:
+            built.append(self._compile(text, device))
+            return self._client.serialize(built[0].executable)
+
+        started = time.perf_counter()
+        data = self._store.get_or_build(key, build)
+        if built:
+            self._counters.cache_misses += 1
+            return built[0]
+        try:
+            executable = self._client.deserialize(data, device)
+        except Exception as error:  # noqa: BLE001 -- whatever the loader dislikes is a miss
+            self._counters.cache_load_failures += 1
+            self._store.discard(key, f"{type(error).__name__}: {error}")
+            self._store.get_or_build(key, build)
+            return built[0] if built else self._compile(text, device)
+        self._counters.cache_hits_disk += 1
+        milliseconds = (time.perf_counter() - started) * 1e3
+        self._counters.load_ms += milliseconds
+        return Loaded(executable, *self._client.memory(executable), "disk", milliseconds)
+
+    def _compile(self, text: str, device: int) -> Loaded:
+        started = time.perf_counter()
+        executable = self._client.compile(text, device)
+        milliseconds = (time.perf_counter() - started) * 1e3
+        self._counters.programs_compiled += 1
+        self._counters.compile_ms += milliseconds
+        return Loaded(executable, *self._client.memory(executable), "compile", milliseconds)

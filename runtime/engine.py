@@ -1,0 +1,149 @@
+"""The engine: in come the recorder's callbacks, out go compiled plans, launched regions, uploads and downloads.
+
+Made at the first region or upload; imports jax, makes the client and owns the compile threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from torchtpu.compiler_cache import NullStore, Store, program_key
+
+from . import log
+from .compiler import Compiler, Loaded
+from .counters import Counters
+from .executor import Executable, Executor
+from .fragments import Entry, Fragments, Lowerings
+from .guards import Guard
+from .lower import Module, lower
+from .pjrt import Client
+from .region import Program
+
+_WAITING_SECONDS = 10.0
+
+
+class Engine:
+    """Compiles and runs what the recorder hands over. All methods may be called from any thread.
+
+    `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
+    lowerings ask; `knob` gives the settings log, memory_limit and num_compile_threads; `live_bytes` the bytes of a
+    device's live buffers.
+    """
+
+    def __init__(
+        self,
+        *,
+        platform: str,
+        num_devices: int,
+        lowerings: Mapping[str, Entry],
+        platform_lowerings: Mapping[tuple[str, str], Entry],
+        served: Mapping[str, str],
+        context: Callable[..., Any],
+        counters: Counters,
+        knob: Callable[[str], Any],
+        store: Store | None = None,
+        live_bytes: Callable[[int], int] | None = None,
+    ) -> None:
+        self.counters = counters
+        self.client = Client(platform, num_devices)
+        self._knob = knob
+        store = NullStore("none was given") if store is None else store
+        table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
+        self.fragments = Fragments(table, self.client, store, counters)
+        threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
+        self.compiler = Compiler(self.client, store, counters, threads)
+        self._target = self.client.target
+        self._executor = Executor(self.client, counters, knob, live_bytes)
+        self.history = self._executor.history
+        self.launch = self._executor.launch
+
+    def close(self) -> None:
+        """Ends the compile threads: what is queued is dropped, what is compiling is waited for, not for ever."""
+        self.compiler.close()
+
+    def plan(self, plan: Any) -> None:
+        """Lowers the plan's program here and compiles it in a worker, which then tells the plan."""
+        device = plan.device
+        try:
+            program = plan.program
+            self._log_program("cluster", str, program)
+            module = lower(program, self.fragments, torch.get_float32_matmul_precision())
+            self._log_program("stablehlo", lambda m: m.text, module)
+            key = program_key(module.text, self._target, options=self.client.options(device))
+            flight = self.compiler.submit(module.text, key, device)
+        except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
+            plan.failed(error)
+            return
+        self.counters.regions_planned += 1
+        flight.add_done_callback(lambda done: self._planned(plan, program, module, key.digest, done))
+
+    def _planned(self, plan: Any, program: Program, module: Module, identity: str, done: Future[Loaded]) -> None:
+        device = plan.device
+        try:
+            executable = Executable(
+                self.client,
+                module,
+                done.result(),
+                device,
+                identity,
+                program.line,
+                len(program.ops),
+                len(program.donated),
+            )
+        except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
+            plan.failed(_explained(error, program))
+        else:
+            plan.ready(executable)
+
+    def upload(self, tensor: torch.Tensor, device: int) -> Any:
+        """An array with the contents of a contiguous CPU tensor, which nobody changes afterwards."""
+        self.counters.uploads += 1
+        self.counters.bytes_uploaded += tensor.nbytes
+        return self.client.upload(tensor, device)
+
+    def download(self, array: Any) -> torch.Tensor:
+        """A contiguous CPU tensor of the array's contents; waits for them. It may share the array's memory."""
+        self.counters.downloads += 1
+        self.counters.bytes_downloaded += array.nbytes
+        return self.client.download(array)
+
+    def resolve(self, guard: Guard) -> None:
+        """Waits for a guard's device-side checks and raises the error of the first that failed."""
+        guard.resolve()
+
+    def finish(self, device: int) -> None:
+        """Waits until everything launched on the device has run."""
+        self._executor.finish(device)
+
+    def waiting(self, info: str, seconds: float) -> None:
+        """A read has been waiting: one log line each 10 seconds. The recorder calls about every half second."""
+        if seconds % _WAITING_SECONDS < 0.5 and seconds > 1:
+            log.write(f"tpu: waiting for {seconds:.0f} s: {info}")
+
+    def memory_bytes(self, device: int) -> int:
+        """The bytes a device has; 0 where the platform does not say."""
+        return self.client.memory_bytes(device)
+
+    def device_name(self, device: int) -> str:
+        """What the platform calls the device."""
+        return self.client.device_name(device)
+
+    def _log_program(self, topic: str, show: Callable[[Any], str], what: Any) -> None:
+        if topic in self._knob("log"):
+            log.write(show(what))
+
+
+def _explained(error: BaseException, program: Program) -> Exception:
+    """The error of a failed build, naming the region's first and last op."""
+    if not isinstance(error, Exception):
+        return RuntimeError(f"the region recorded at {program.line} was not compiled: the engine is closed")
+    ops = program.ops
+    named = f"aten::{ops[0].name} to aten::{ops[-1].name}, last recorded at {ops[-1].line}" if ops else "no ops"
+    failure = RuntimeError(f"the region recorded at {program.line} ({named}) could not be compiled: {error}")
+    failure.__cause__ = error
+    return failure

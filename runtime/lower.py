@@ -1,0 +1,252 @@
+"""Lowering: in comes a recorded `Program`, out goes the StableHLO module that computes it.
+
+Its text is a function of the program, the platform and the lowerings alone: no ids, addresses or locations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import views
+from .fragments import Aval, Fragment, Fragments, Parameter, parameters, results_of
+from .hlo import tensor_type
+from .region import Base, Lifted, Op, Operand, Program, Result, Write
+from .views import View
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What to raise where a device-side check fails."""
+
+    message: str
+    error: type[Exception]
+    op: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A program's text. After `outputs` it returns the number of the first failed check (-1: none) if it has `checks`."""
+
+    text: str
+    inputs: tuple[Aval, ...]
+    outputs: tuple[Aval, ...]
+    checks: tuple[Check, ...]
+
+
+def lower(program: Program, fragments: Fragments, precision: str) -> Module:
+    """The program's module; raises an error that names op and line where an op cannot be lowered."""
+    live = _live_calls(program, fragments, precision)
+    writer = _Writer(program)
+    for call in live:
+        writer.add(call)
+    return writer.finish()
+
+
+class _Call:
+    """An op, its fragment, and the arrays it takes."""
+
+    __slots__ = ("fragment", "op", "parameters")
+
+    def __init__(self, op: Op, fragment: Fragment, parameters: list[Parameter]) -> None:
+        self.op = op
+        self.fragment = fragment
+        self.parameters = parameters
+
+
+def _live_calls(program: Program, fragments: Fragments, precision: str) -> list[_Call]:
+    """The ops whose results or checks are needed, in order."""
+    calls = []
+    for op in program.ops:
+        key, arrays = parameters(op)
+        calls.append(_Call(op, fragments.get(op, key, precision), arrays))
+    needed: set[int | None] = set(program.outputs)
+    live = []
+    for call in reversed(calls):
+        made = {r.value for r in results_of(call.op)}
+        if not call.fragment.checks and needed.isdisjoint(made):
+            continue
+        live.append(call)
+        for n in call.fragment.used:
+            parameter = call.parameters[n]
+            if type(parameter) is Operand:
+                needed.add(parameter.value)
+        needed.update(_written(call.op, w).value for w in call.op.writes if _needs_old(w))
+    return live[::-1]
+
+
+def _view(target: Operand | Write) -> View:
+    offset = target.offset if type(target.offset) is int else None
+    return View(target.sizes, target.strides, offset, target.dtype)
+
+
+def _needs_old(write: Write) -> bool:
+    return not write.replaces and not views.covers(write.base, _view(write))
+
+
+def _written(op: Op, write: Write) -> Operand:
+    """The argument that a write goes into."""
+    argument = op.args[write.arg]
+    if write.element is not None:
+        argument = argument[write.element]
+    assert isinstance(argument, Operand)
+    return argument
+
+
+class _Writer:
+    """Writes main's lines. `names` and `layouts` hold, per value, its name in the text and the array it is."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._lines: list[str] = []
+        self._functions: dict[str, str] = {}
+        self._checks: list[Check] = []
+        self._check_names: list[str] = []
+        self._count = 0
+        self._names: dict[int, str] = {~i: f"%in{i}" for i in range(len(program.inputs))}
+        self._layouts: dict[int, Base] = {~i: base for i, base in enumerate(program.inputs)}
+        self._roots: dict[int, int] = {~i: i for i in range(len(program.inputs))}
+        self._read: dict[tuple[int | None, View, int | Lifted], str] = {}
+        self._numbers: dict[Lifted, str] = {}
+
+    def add(self, call: _Call) -> None:
+        """Adds an op: the views it reads, the call, and its results and writes."""
+        op, fragment = call.op, call.fragment
+        arguments = {n: self._argument(call.parameters[n]) for n in fragment.used}
+        made: list[str] = [""] * len(fragment.forwards)
+        if fragment.is_call:
+            made = self._call(op, fragment, list(arguments.values()))
+        for i, forwarded in enumerate(fragment.forwards):
+            if forwarded is not None:
+                made[i] = arguments[forwarded]
+        newest: dict[int | None, int] = {}
+        for target, name in zip(results_of(op), made, strict=True):
+            if type(target) is Result:
+                view = View(target.sizes, target.strides, 0, target.dtype)
+                self._define(target.value, target.base, self._write(target.base, view, name, None, 0))
+            elif type(target) is Write:
+                self._define(target.value, target.base, self._apply(op, target, name, newest))
+
+    def finish(self) -> Module:
+        """The module's text, with its outputs, its checks and its donated inputs."""
+        program = self._program
+        outputs = [(self._names[v], tensor_type(*self._layouts[v])) for v in program.outputs]
+        avals = tuple(tuple(self._layouts[v]) for v in program.outputs)
+        if self._check_names:
+            outputs.append((self._first_failed(), "tensor<i32>"))
+        donations = self._donations()
+        heads = [f"%in{i}: {tensor_type(*base)}{donations.get(i, '')}" for i, base in enumerate(program.inputs)]
+        if program.floats:
+            heads.append(f"%floats: tensor<{program.floats}xf64>")
+        if program.ints:
+            heads.append(f"%ints: tensor<{program.ints}xi64>")
+        types = ", ".join(t for _, t in outputs)
+        returned = f"    return {', '.join(n for n, _ in outputs)} : {types}" if outputs else "    return"
+        head = f"  func.func public @main({', '.join(heads)}) -> ({types}) {{"
+        text = "\n".join(["module @region {", head, *self._lines, returned, "  }", *self._functions.values(), "}", ""])
+        return Module(text, tuple(tuple(b) for b in program.inputs), avals, tuple(self._checks))
+
+    def _define(self, value: int, base: Base, name: str) -> None:
+        self._names[value] = name
+        self._layouts[value] = base
+
+    def _call(self, op: Op, fragment: Fragment, arguments: list[str]) -> list[str]:
+        self._functions.setdefault(fragment.symbol, fragment.text)
+        count = len(fragment.forwards) + len(fragment.checks)
+        name = f"%r{self._next()}"
+        left = f"{name}:{count}" if count > 1 else name
+        self._lines.append(f"    {left} = call @{fragment.symbol}({', '.join(arguments)}) : {fragment.signature}")
+        names = [f"{name}#{i}" for i in range(count)] if count > 1 else [name]
+        for (message, error), passed in zip(fragment.checks, names[len(fragment.forwards) :], strict=True):
+            self._checks.append(Check(message, error, op.name, op.line))
+            self._check_names.append(passed)
+        return names[: len(fragment.forwards)]
+
+    def _argument(self, parameter: Parameter) -> str:
+        if type(parameter) is Lifted:
+            return self._number(parameter)
+        assert type(parameter) is Operand
+        view = _view(parameter)
+        key = (parameter.value, view, parameter.offset)
+        name = self._read.get(key)
+        if name is None:
+            base = None if parameter.value is None else self._layouts[parameter.value]
+            array = "" if parameter.value is None else self._names[parameter.value]
+            name = self._read[key] = self._paste(views.read(base, view), array, "", parameter.offset)
+        return name
+
+    def _apply(self, op: Op, write: Write, new: str, newest: dict[int | None, int]) -> str:
+        """The array after a write. `newest` follows values that this op has already written to."""
+        old = _written(op, write).value
+        while old in newest:
+            old = newest[old]
+        if old is not None:
+            newest[old] = write.value
+            if old in self._roots:
+                self._roots[write.value] = self._roots[old]
+        return self._write(write.base, _view(write), new, old if _needs_old(write) else None, write.offset)
+
+    def _write(self, base: Base, view: View, new: str, old: int | None, offset: int | Lifted) -> str:
+        array = ""
+        if old is not None:
+            array = self._names[old]
+            layout = self._layouts[old]
+            if layout != base:
+                whole = View(base.shape, _row_major(base.shape), 0, base.dtype)
+                array = self._paste(views.read(layout, whole), array, "", 0)
+        return self._paste(views.write(base, view, old is None), array, new, offset)
+
+    def _paste(self, snippet: views.Snippet, array: str, new: str, offset: int | Lifted) -> str:
+        start = self._number(offset) if type(offset) is Lifted else ""
+        text, result = snippet.paste(f"%v{self._next()}_" if snippet.text else "", array, new, start)
+        if text:
+            self._lines.append(text)
+        return result
+
+    def _number(self, lifted: Lifted) -> str:
+        name = self._numbers.get(lifted)
+        if name is None:
+            name = self._numbers[lifted] = f"%{lifted.kind}{lifted.index}"
+            many, count, element = (
+                ("floats", self._program.floats, "f64") if lifted.kind == "f" else ("ints", self._program.ints, "i64")
+            )
+            i = lifted.index
+            one = f"tensor<1x{element}>"
+            self._lines += [
+                f"    {name}_ = stablehlo.slice %{many} [{i}:{i + 1}] : (tensor<{count}x{element}>) -> {one}",
+                f"    {name} = stablehlo.reshape {name}_ : ({one}) -> tensor<{element}>",
+            ]
+        return name
+
+    def _first_failed(self) -> str:
+        failed = "%none_failed"
+        self._lines.append(f"    {failed} = stablehlo.constant dense<-1> : tensor<i32>")
+        for i, passed in reversed(list(enumerate(self._check_names))):
+            self._lines += [
+                f"    %number{i} = stablehlo.constant dense<{i}> : tensor<i32>",
+                f"    %failed{i} = stablehlo.select {passed}, {failed}, %number{i} : tensor<i1>, tensor<i32>",
+            ]
+            failed = f"%failed{i}"
+        return failed
+
+    def _donations(self) -> dict[int, str]:
+        """An input that nobody else holds gives its memory to its own newest version, else to any output that fits."""
+        program = self._program
+        attributes = dict.fromkeys(program.donated, " {jax.buffer_donor = true}")
+        for k, value in enumerate(program.outputs):
+            root = self._roots.get(value)
+            if root in attributes and value != ~root and self._layouts[value] == program.inputs[root]:
+                attributes[root] = f" {{tf.aliasing_output = {k} : i32}}"
+        return attributes
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

@@ -1,0 +1,466 @@
+"""The engine compiles, launches and explains: in come hand-recorded programs, out come what torch computes on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from torchtpu.compiler_cache import DirectoryStore
+from torchtpu.ops.registry import LOWERINGS, PLATFORM_LOWERINGS, Context, Lowering, jnp
+from torchtpu.runtime.counters import Counters
+from torchtpu.runtime.engine import Engine
+from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
+
+from record_support import Record
+
+KNOBS: dict[str, Any] = {"log": (), "memory_limit": 0, "num_compile_threads": 1}
+
+
+def add(x, y, *, alpha=1):
+    return x + (y if isinstance(alpha, int) and alpha == 1 else alpha * y)
+
+
+def pick(self, dim, index, ctx):
+    ctx.check((index >= 0) & (index < self.shape[dim]), "index out of range in self", IndexError)
+    return jnp.take(self, index, axis=dim)
+
+
+def norm(input, shape, weight, bias, eps):
+    mean = input.mean(-1, keepdims=True)
+    rstd = 1 / jnp.sqrt(input.var(-1, keepdims=True) + eps)
+    return (input - mean) * rstd * weight + bias, mean, rstd
+
+
+TABLE = {
+    name: Lowering(name, function)
+    for name, function in {
+        "add.Tensor": add,
+        "mul.Tensor": lambda x, y: x * y,
+        "mul.Scalar": lambda x, y: x * y,
+        "mm": lambda x, y: jnp.matmul(x, y),
+        "relu": lambda x: jnp.maximum(x, 0),
+        "copy": lambda x, y, non_blocking: jnp.broadcast_to(y, x.shape).astype(x.dtype),
+        "clone": lambda x, *, memory_format: x,
+        "fill.Scalar": lambda x, v: jnp.full(x.shape, v, x.dtype),
+        "zero": lambda x: jnp.zeros_like(x),
+        "index_select": pick,
+        "native_layer_norm": norm,
+        "_foreach_add.List": lambda xs, ys, *, alpha: [x + alpha * y for x, y in zip(xs, ys, strict=True)],
+        "neg": lambda x: -x,
+        "sort.stable": lambda x, *, stable, dim, descending: (jnp.sort(x, dim), jnp.argsort(x, dim)),
+    }.items()
+}
+SERVED = {
+    "add_.Tensor": "add.Tensor", "add.out": "add.Tensor", "mul_.Tensor": "mul.Tensor", "copy_": "copy", "relu_": "relu",
+    "fill_.Scalar": "fill.Scalar", "zero_": "zero", "_foreach_add_.List": "_foreach_add.List", "mul_.Scalar": "mul.Scalar",
+    "mm.out": "mm",
+}  # fmt: skip
+
+
+class Plan:
+    """Stands for the recorder's plan."""
+
+    def __init__(self, program: Program, device: int = 0) -> None:
+        self.program, self.device = program, device
+        self.executable: Any = None
+        self.error: Any = None
+        self._done = threading.Event()
+
+    def ready(self, executable: Any) -> None:
+        self.executable = executable
+        self._done.set()
+
+    def failed(self, error: BaseException) -> None:
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> Any:
+        assert self._done.wait(60)
+        if self.error is not None:
+            raise self.error
+        return self.executable
+
+
+class Work:
+    """Stands for the recorder's work."""
+
+    def __init__(
+        self, executable: Any, inputs: list[Any], guards: list[Any] = (), floats: Any = None, ints: Any = None
+    ) -> None:
+        self.executable, self.device, self.floats, self.ints = executable, 0, floats, ints
+        self.region = {"reason": "read", "line": "test.py:9"}
+        self._inputs, self._guards = inputs, list(guards)
+        self.outputs: Any = None
+        self.guard: Any = None
+        self.error: Any = None
+
+    def inputs(self) -> list[Any]:
+        return list(self._inputs)
+
+    def guards(self) -> list[Any]:
+        return self._guards
+
+    def done(self, outputs: list[Any], guard: Any) -> None:
+        self.outputs, self.guard = outputs, guard
+
+    def failed(self, error: BaseException) -> None:
+        self.error = error
+
+
+def make_engine(**changes: Any) -> Engine:
+    knobs = {**KNOBS, **changes.pop("knobs", {})}
+    options: dict[str, Any] = {
+        "platform": "cpu", "num_devices": 2, "lowerings": TABLE, "platform_lowerings": {}, "served": SERVED,
+        "context": Context, "counters": Counters(), "knob": knobs.__getitem__,
+    }  # fmt: skip
+    return Engine(**{**options, **changes})
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = make_engine()
+    yield engine
+    engine.close()
+
+
+def compile_(engine: Engine, program: Program, device: int = 0) -> Any:
+    plan = Plan(program, device)
+    engine.plan(plan)
+    return plan.wait()
+
+
+def run(
+    engine: Engine, program: Program, inputs: list[torch.Tensor], floats: list[float] = (), ints: list[int] = ()
+) -> list[torch.Tensor]:
+    executable = compile_(engine, program)
+    work = Work(
+        executable,
+        [engine.upload(t, 0) for t in inputs],
+        floats=torch.tensor(floats, dtype=torch.float64) if floats else None,
+        ints=torch.tensor(ints) if ints else None,
+    )
+    engine.launch(work)
+    if work.error is not None:
+        raise work.error
+    if work.guard is not None:
+        engine.resolve(work.guard)
+    return [engine.download(o) for o in work.outputs]
+
+
+def check(engine: Engine, record: Record, *outputs: torch.Tensor, donated: Any = ()) -> Program:
+    program = record.program(*outputs, donated=donated)
+    actual = run(engine, program, [t.clone() for t in record.inputs], record.floats)
+    for got, want in zip(actual, record.expected(*outputs), strict=True):
+        torch.testing.assert_close(got, want)
+    return program
+
+
+def test_a_chain_of_ops_equals_torch(engine: Engine) -> None:
+    with Record() as record:
+        x, w = record.input(torch.randn(4, 3)), record.input(torch.randn(5, 3))
+        y = torch.relu(torch.mm(x, w.t())) * 2.5
+        z = torch.add(y, y, alpha=3)
+    check(engine, record, y, z)
+
+
+def test_views_and_in_place_writes_equal_torch(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.arange(24.0).view(4, 6))
+        v = x[1:3]
+        v.add_(x[:2].clone())
+        x.t()[2].mul_(x[:, 0])
+        x[:, ::2].relu_()
+        y = x.view(2, 12)[:, 3:7] + 1.0
+        x.diagonal().zero_()
+    check(engine, record, x, y)
+    check(engine, record, x, y, donated=(0,))
+
+
+def test_out_arguments_and_lists_are_written(engine: Engine) -> None:
+    with Record() as record:
+        a, b = record.input(torch.randn(3, 3)), record.input(torch.randn(2))
+        out = record.input(torch.zeros(3, 3).t())
+        torch.add(a, a, out=out)
+        torch._foreach_add_([a, b], [out.t(), b], alpha=2)
+    check(engine, record, a, b, out)
+
+
+def test_writes_of_one_op_into_one_storage_all_count(engine: Engine) -> None:
+    with Record() as record:
+        bucket = record.input(torch.arange(6.0))
+        torch._foreach_add_([bucket[:2], bucket[4:]], [bucket[2:4], bucket[2:4]], alpha=1)
+    check(engine, record, bucket)
+
+
+def test_results_keep_their_memory_order(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.randn(2, 3, 4, 5))
+        y = x.permute(0, 2, 3, 1).neg()
+    program = check(engine, record, y)
+    assert program.ops[0].results[0].strides == (60, 5, 1, 20)
+
+
+def test_several_results_and_unused_ones(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.randn(4, 8))
+        y, _, rstd = torch.native_layer_norm(x, [8], torch.ones(8), torch.zeros(8), 1e-5)
+        z = y * rstd
+    check(engine, record, z)
+
+
+def test_a_copy_costs_nothing(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.randn(4))
+        y = record.input(torch.zeros(4))
+        y.copy_(x)
+        z = y.clone() * x
+    program = check(engine, record, z)
+    text = compile_(engine, program).module
+    assert engine.fragments  # traced
+    assert text.text.count(" call @") == 1
+    assert "in1" not in text.text.split("{\n", 2)[2].split("return")[0].replace("%in1:", "")
+
+
+def test_dead_ops_are_dropped(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.randn(4))
+        torch.relu(x) * 3.0
+        y = x * 2.0
+    program = check(engine, record, y)
+    assert compile_(engine, program).module.text.count(" call @") == 1
+
+
+def test_lifted_numbers_share_one_program(engine: Engine) -> None:
+    programs = []
+    for factor in (0.5, 3.25):
+        with Record(lifts=True) as record:
+            x = record.input(torch.randn(4))
+            y = x * factor + x * 7.0
+        programs.append(check(engine, record, y))
+    assert programs[0] == programs[1]
+    assert engine.counters.programs_compiled == 1
+
+
+def test_a_lifted_float_is_weakly_typed_and_a_tensor_number_is_not(engine: Engine) -> None:
+    base = Base((2,), torch.bfloat16)
+    x = Operand(~0, (2,), (1,), 0, torch.bfloat16, base)
+    for scalar, dtype in (
+        (Scalar(Lifted("f", 0), torch.float64, True), torch.bfloat16),
+        (Scalar(Lifted("f", 0), torch.float32, False), torch.float32),
+    ):
+        result = Result(0, (2,), (1,), dtype, Base((2,), dtype))
+        op = Op("mul.Tensor", (x, scalar), (result,), (), "train.py:3")
+        program = Program((op,), (base,), (0,), (), 1, 0, "train.py:3")
+        (got,) = run(engine, program, [torch.ones(2, dtype=torch.bfloat16)], [1.5])
+        assert torch.equal(got, torch.full((2,), 1.5, dtype=dtype))
+
+
+def test_a_lifted_offset_reads_and_writes_at_run_time(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.arange(12.0).view(4, 3))
+        x[2].mul_(x[1])
+    op = record.ops[0]
+    from dataclasses import replace
+
+    read, written = (replace(a, offset=Lifted("i", i)) for i, a in enumerate((op.args[1], op.args[0])))
+    write = replace(op.writes[0], offset=written.offset)
+    program = replace(record.program(x), ops=(replace(op, args=(written, read), writes=(write,)),), ints=2)
+    for source, target in ((1, 2), (3, 0)):
+        base = torch.arange(12.0).view(4, 3)
+        want = base.clone()
+        want[target] *= base[source]
+        (got,) = run(engine, program, [base], ints=[source * 3, target * 3])
+        assert torch.equal(got, want)
+
+
+def test_a_random_op_gets_seed_and_offset() -> None:
+    def draw(x, generator):
+        seed, offset = generator
+        assert (seed.dtype, offset.dtype) == ("uint64", "int64")
+        return x + (seed.astype("float32") + offset)
+
+    engine = make_engine(lowerings={"neg": Lowering("neg", draw, random=True)})
+    base = Base((2,), torch.float32)
+    op = Op(
+        "neg",
+        (Operand(~0, (2,), (1,), 0, torch.float32, base), Random(Lifted("i", 0), Lifted("i", 1))),
+        (Result(0, (2,), (1,), torch.float32, base),),
+        (),
+        "a.py:1",
+    )
+    (got,) = run(engine, Program((op,), (base,), (0,), (), 0, 2, "a.py:1"), [torch.zeros(2)], ints=[40, 2])
+    assert got.tolist() == [42.0, 42.0]
+    engine.close()
+
+
+def indexing(engine: Engine, index: list[int]) -> tuple[Work, Any]:
+    with Record() as record:
+        x = record.input(torch.arange(6.0).view(3, 2))
+        i = record.input(torch.tensor([0, 1]))
+        y = torch.index_select(x, 0, i)
+    program = record.program(y)
+    work = Work(compile_(engine, program), [engine.upload(x, 0), engine.upload(torch.tensor(index), 0)])
+    engine.launch(work)
+    assert work.error is None
+    return work, y
+
+
+def test_a_check_that_passes_gives_a_guard_that_settles(engine: Engine) -> None:
+    work, y = indexing(engine, [0, 1])
+    assert torch.equal(engine.download(work.outputs[0]), y)
+    engine.resolve(work.guard)
+    assert work.guard.pending() == []
+
+
+def test_a_check_that_fails_is_raised_by_reads_of_it_and_of_what_follows(engine: Engine) -> None:
+    work, _ = indexing(engine, [0, 7])
+    engine.finish(0)
+    with pytest.raises(IndexError, match=r"index out of range in self \(aten::index_select recorded at test.py:2\)"):
+        engine.resolve(work.guard)
+    with Record() as record:
+        z = record.input(torch.zeros(2, 2)) * 2.0
+    later = Work(compile_(engine, record.program(z)), work.outputs, [work.guard])
+    engine.launch(later)
+    with pytest.raises(IndexError):
+        engine.resolve(later.guard)
+    again, _ = indexing(engine, [0, 1])
+    assert len(again.outputs) == 1
+
+
+def test_an_op_without_a_lowering_fails_the_plan_and_names_op_and_line(engine: Engine) -> None:
+    with Record() as record:
+        y = torch.sin(record.input(torch.zeros(2)))
+    with pytest.raises(NotImplementedError, match="aten::sin recorded at test.py:2"):
+        compile_(engine, record.program(y))
+
+
+def test_a_lowering_that_raises_names_op_and_line() -> None:
+    engine = make_engine(lowerings={"neg": Lowering("neg", lambda x: x.no_such_attribute)})
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(2)))
+    with pytest.raises(RuntimeError, match=r"aten::neg recorded at test.py:2 cannot be lowered: AttributeError"):
+        compile_(engine, record.program(y))
+    engine.close()
+
+
+def test_a_wrong_shape_of_a_lowering_is_an_error() -> None:
+    engine = make_engine(lowerings={"neg": Lowering("neg", lambda x: x[None])})
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(2)))
+    with pytest.raises(RuntimeError, match=r"shape \(1, 2\) instead of \(2,\)"):
+        compile_(engine, record.program(y))
+    engine.close()
+
+
+def test_a_module_that_xla_rejects_fails_the_plan_with_its_lines(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.client, "compile", lambda text, device: (_ for _ in ()).throw(ValueError("no such op")))
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(2)))
+    with pytest.raises(
+        RuntimeError, match=r"region recorded at test.py:1 \(aten::neg to aten::neg, last recorded at test.py:2\)"
+    ):
+        compile_(engine, record.program(y))
+
+
+def test_equal_programs_compile_once_per_device(engine: Engine) -> None:
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(2)))
+    first, second = compile_(engine, record.program(y)), compile_(engine, record.program(y))
+    assert first.run is second.run
+    assert engine.counters.programs_compiled == 1
+    other = compile_(engine, record.program(y), device=1)
+    assert other.identity == first.identity
+    assert engine.counters.programs_compiled == 2
+
+
+def test_a_second_process_finds_programs_and_fragments_on_disk(tmp_path: Any) -> None:
+    with Record() as record:
+        x = record.input(torch.randn(3, 3))
+        i = record.input(torch.tensor([1]))
+        y = torch.index_select(x, 0, i)
+    counters = []
+    for _ in range(2):
+        engine = make_engine(store=DirectoryStore(tmp_path))
+        check(engine, record, y)
+        counters.append(engine.counters)
+        engine.close()
+    assert (counters[0].programs_compiled, counters[0].fragment_traces) == (1, 1)
+    assert (counters[1].programs_compiled, counters[1].fragment_traces) == (0, 0)
+    assert (counters[1].cache_hits_disk, counters[1].fragment_hits_disk) == (1, 1)
+
+
+def test_an_executable_that_does_not_load_is_compiled_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(2)))
+    engine = make_engine(store=DirectoryStore(tmp_path))
+    monkeypatch.setattr(engine.client, "serialize", lambda executable: b"not an executable")
+    check(engine, record, y)
+    engine.close()
+    engine = make_engine(store=DirectoryStore(tmp_path))
+    check(engine, record, y)
+    assert (engine.counters.cache_load_failures, engine.counters.programs_compiled) == (1, 1)
+    engine.close()
+
+
+def test_a_launch_over_the_memory_limit_says_what_it_needs() -> None:
+    engine = make_engine(knobs={"memory_limit": 1000}, live_bytes=lambda device: 900)
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(100)))
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"region recorded at test.py:1 needs 400 B more, 900 B of 1.00 kB are in use"
+    ):
+        run(engine, record.program(y), record.inputs)
+    engine.close()
+
+
+def test_the_launch_log_is_one_line_with_all_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = make_engine(knobs={"log": ("launch",)})
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(100)))
+    executable = compile_(engine, record.program(y))
+    for _ in range(2):
+        engine.launch(Work(executable, [engine.upload(t, 0) for t in record.inputs]))
+    first, second = capsys.readouterr().err.splitlines()
+    import re
+
+    fields = r"tpu:0 region [0-9a-f]{8} \| 1 ops 1 in 1 out 0 donated \| cut: read \(test.py:9\) \| %s \| run \d+\.\d ms \| peak 800 B"
+    assert re.fullmatch(fields % r"miss compile \d+ ms", first)
+    assert re.fullmatch(fields % r"hit \(trie\)", second)
+    engine.close()
+
+
+def test_an_input_of_another_shape_is_refused_at_the_first_launch(engine: Engine) -> None:
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(2, 3)))
+    work = Work(compile_(engine, record.program(y)), [engine.upload(torch.zeros(3, 2), 0)])
+    engine.launch(work)
+    assert "is ((3, 2), torch.float32)" in str(work.error)
+
+
+def test_the_users_jax_stays_as_it_is(engine: Engine) -> None:
+    import jax
+    from jax._src import xla_bridge
+
+    with Record() as record:
+        y = torch.neg(record.input(torch.zeros(2, dtype=torch.float64)))
+    check(engine, record, y)
+    assert not jax.config.jax_enable_x64
+    assert not xla_bridge._backends
+
+
+def test_registry_lowerings_run_through_the_engine() -> None:
+    from torchtpu.ops import pointwise  # noqa: F401
+
+    name = "add.Tensor"
+    engine = make_engine(lowerings=LOWERINGS, platform_lowerings=PLATFORM_LOWERINGS, served={"add_.Tensor": name})
+    with Record() as record:
+        x = record.input(torch.randn(3, dtype=torch.bfloat16))
+        x.add_(torch.randn(3), alpha=2)
+    check(engine, record, x)
+    engine.close()
