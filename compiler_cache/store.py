@@ -63,7 +63,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def keeps(self) -> bool:
-        """Whether a put may be found again, so that making its payload is worth the while."""
+        """Whether anything may be found here; where not, a caller may spare making keys and payloads."""
 
     @abstractmethod
     def get(self, key: Key) -> bytes | None:
@@ -155,10 +155,11 @@ class DirectoryStore(Store):
         self._resumes = 0.0 if writes and directory is not None else float("inf")  # when puts are tried (again)
         self._unswept: int | None = None  # bytes written since this process last swept
         self._said: set[str] = set()
+        self._refused: set[str] = set()  # digests that were discarded and are not yet stored anew
 
     @property
     def keeps(self) -> bool:
-        return time.monotonic() >= self._resumes
+        return True
 
     def get(self, key: Key) -> bytes | None:
         entry = self._read(key)
@@ -179,6 +180,7 @@ class DirectoryStore(Store):
     def discard(self, key: Key, reason: str) -> None:
         self._count(discarded=1)
         _log.warning("cache: %s %s does not load (%s); it will be built again", key.kind, key.digest[:12], reason)
+        self._refused.add(key.digest)
         self._forget(key)
 
     def nearest(self, key: Key) -> catalog.Nearest | None:
@@ -195,11 +197,14 @@ class DirectoryStore(Store):
 
     def prune(self, max_bytes: int | None = None) -> catalog.Swept:
         """Deletes the entries used longest ago until the rest fits; by default into the store's own bound."""
-        if self.directory is None or not self.keeps:
+        if self.directory is None or not self._may_write():
             return catalog.Swept(0, 0, 0)
         swept = catalog.sweep(self.directory, self.max_bytes if max_bytes is None else max_bytes, self.max_entries)
         self._count(evicted=swept.evicted)
         return swept
+
+    def _may_write(self) -> bool:
+        return time.monotonic() >= self._resumes
 
     def _build(self, key: Key, build: Callable[[], bytes], note: Note) -> bytes:
         lock = self._wait_for_turn(key)
@@ -220,7 +225,7 @@ class DirectoryStore(Store):
     def _wait_for_turn(self, key: Key) -> int | bytes | None:
         """The held lock, or the payload that another process built meanwhile, or None where there can be no lock."""
         started, pause, said = time.monotonic(), 0.002, False
-        while self.keeps:
+        while self._may_write():
             try:
                 lock = self._locks.try_lock(key.digest)
             except FileNotFoundError:
@@ -250,6 +255,8 @@ class DirectoryStore(Store):
         return None
 
     def _read(self, key: Key) -> Entry | None:
+        if key.digest in self._refused:
+            return None
         for directory in ((self.directory,) if self.directory is not None else ()) + self.layers:
             is_layer = directory is not self.directory
             path = catalog.entry_path(directory, key.kind, key.digest)
@@ -278,13 +285,13 @@ class DirectoryStore(Store):
             if problem is not None:
                 raise PermissionError(problem)
             entry = read_entry(file, key)
-            if not is_layer and self.keeps and abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
+            if not is_layer and self._may_write() and abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
                 with suppress(OSError):  # on a disk that has become read-only the entry is as good as before
                     os.utime(descriptor)
         return entry
 
     def _publish(self, key: Key, head: bytes, payload: bytes) -> bool:
-        if self.directory is None or not self.keeps or len(head) + len(payload) > self.max_bytes:
+        if self.directory is None or not self._may_write() or len(head) + len(payload) > self.max_bytes:
             return False
         path = catalog.entry_path(self.directory, key.kind, key.digest)
         temporary = self.directory / catalog.TMP / f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -308,6 +315,7 @@ class DirectoryStore(Store):
             return False
         with self._counting:
             self._unswept = None if self._unswept is None else self._unswept + len(head) + len(payload)
+        self._refused.discard(key.digest)
         self._count(stored=1, written_bytes=len(head) + len(payload))
         return True
 
@@ -321,7 +329,7 @@ class DirectoryStore(Store):
         return True
 
     def _forget(self, key: Key) -> None:
-        if self.directory is None or not self.keeps:
+        if self.directory is None or not self._may_write():
             return
         try:
             catalog.entry_path(self.directory, key.kind, key.digest).unlink(missing_ok=True)
@@ -342,7 +350,7 @@ class DirectoryStore(Store):
 
     def _sweep_if_due(self) -> None:
         with self._counting:
-            due = self.keeps and (self._unswept is None or self._unswept > self.max_bytes // 50)
+            due = self._may_write() and (self._unswept is None or self._unswept > self.max_bytes // 50)
             if due:
                 self._unswept = 0
         if not due:

@@ -131,6 +131,19 @@ def test_a_trusted_layer_is_read_and_never_written(store: DirectoryStore, home: 
     assert [entry.digest for entry in layered.entries()] == [key(2).digest]
 
 
+def test_what_a_layer_cannot_serve_is_built_into_the_local_cache(
+    store: DirectoryStore, home: Path, tmp_path: Path
+) -> None:
+    store.put(key(1), b"of another machine")
+    for _ in range(2):
+        layered = opened(tmp_path / "local", TORCHTPU_CACHE_TRUSTED_DIRS=str(home))
+        assert isinstance(layered, DirectoryStore)
+        if layered.get(key(1)) != b"code":
+            layered.discard(key(1), "a test")
+            assert layered.get_or_build(key(1), lambda: b"code") == b"code"
+    assert layered.stats().builds == 0
+
+
 def test_a_layer_may_be_anothers_but_not_everybodys(
     store: DirectoryStore,
     home: Path,
@@ -157,7 +170,7 @@ def test_a_layer_serves_where_there_is_no_directory_of_ones_own(store: Directory
     assert isinstance(layered, DirectoryStore)
     assert layered.get(key(1)) == b"code"
     assert layered.get_or_build(key(2), lambda: b"more") == b"more"
-    assert not layered.keeps
+    assert not layered.put(key(3), b"code")
 
 
 # What the environment asks for
@@ -232,7 +245,7 @@ def test_a_read_only_directory_is_read_with_one_line(tmp_path: Path) -> None:
         assert store.get(key(1)) == b"code"
         assert store.get_or_build(key(2), lambda: b"more") == b"more"
         assert store.get_or_build(key(3), lambda: b"more") == b"more"
-        print(len(lines), store.keeps)
+        print(len(lines), store.put(key(4), b"more"))
         for directory in made: os.chmod(directory, 0o700)
         import shutil; shutil.rmtree(place, ignore_errors=True)
     """
