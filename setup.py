@@ -7,7 +7,11 @@ import os
 from glob import glob
 
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+# A torchtpu that was built against another torch must not keep this build from importing torch.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 
 def parallel_jobs() -> int:
@@ -17,6 +21,15 @@ def parallel_jobs() -> int:
 
 
 os.environ.setdefault("MAX_JOBS", str(parallel_jobs()))
+
+
+class Build(BuildExtension):
+    """Keeps the object files in the checkout, where an editable install would make all of them again each time."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.build_temp = os.path.abspath("build/objects")
+
 
 setup(
     ext_modules=[
@@ -30,5 +43,5 @@ setup(
             extra_link_args=["-Wl,-s"],
         )
     ],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": Build},
 )

@@ -1,0 +1,42 @@
+"""In: README.md and the docs. Out: a failure where their code does not run or their links lead nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from torchtpu import config
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_python_in_the_readme_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(block, "README.md", "exec"), {})
+        assert out.getvalue() == "tensor([2., 2.], device='tpu:0')\n"
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
+    assert f"```\n{command}\n```" in README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_variables_in_the_docs_are_knobs() -> None:
+    known = {knob.variable for knob in config.KNOBS.values()} | {"TORCHTPU_CACHE_DIR"}
+    for page in PAGES:
+        assert set(re.findall(r"TORCHTPU_[A-Z_]+[A-Z]", page.read_text())) <= known, page.name
