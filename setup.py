@@ -11,7 +11,7 @@ from setuptools import setup
 # A torchtpu that was built against another torch must not keep this build from importing torch.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
-from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 
 def parallel_jobs() -> int:
