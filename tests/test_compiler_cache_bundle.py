@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import tarfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import cache_support
@@ -137,3 +139,15 @@ def test_a_failed_export_leaves_the_old_file(store: DirectoryStore, tmp_path: Pa
     with pytest.raises(OSError):
         export_bundle(store, tmp_path / "bundle")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("bundle")] == ["bundle"]
+
+
+def test_the_documentations_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHTPU_CACHE_DIR", str(tmp_path / "cache"))
+    text = (Path(__file__).parent.parent / "docs" / "cache.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        for block in blocks:
+            exec(block, {})
+    assert printed.getvalue() == "options: 3.3.31=3 -> 3.3.31=1\n0 0 ()\n"
