@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchtpu import config, fallback
 from torchtpu.runtime import _C
@@ -151,7 +152,7 @@ def start() -> None:
     config.on_change(_apply)
     _lazy.served = _C.register_ops(_ops())
     _C.set_engine(_lazy)
-    torch.optim.optimizer.register_optimizer_step_post_hook(_mark_step)
+    register_optimizer_step_post_hook(_mark_step)
     # Backward runs in the thread that calls it: 10 % faster, and one recorder sees the whole step.
     torch._C._set_multithreading_enabled(False)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
@@ -209,7 +210,7 @@ def _make_engine(lazy: LazyEngine) -> Any:
         counters=lazy.counters,
         knob=config.get,
         store=open_store(environment),
-        live_bytes=lambda device: _C.memory_stats(device)["allocated"],
+        release=_C.drain,
     )
 
 
