@@ -224,15 +224,14 @@ class DirectoryStore(Store):
 
     def _wait_for_turn(self, key: Key) -> int | bytes | None:
         """The held lock, or the payload that another process built meanwhile, or None where there can be no lock."""
-        started, pause, said = time.monotonic(), 0.002, False
+        started, pause, said, made = time.monotonic(), 0.002, False, False
         while self._may_write():
             try:
                 lock = self._locks.try_lock(key.digest)
-            except FileNotFoundError:
-                if not self._makes(self._locks.directory):
-                    return None
-                continue
             except OSError as error:
+                if isinstance(error, FileNotFoundError) and not made and self._makes(self._locks.directory):
+                    made = True
+                    continue
                 self._cannot_write(error)
                 return None
             # After the lock, not before: the last holder may have published in between.

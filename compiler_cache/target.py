@@ -5,6 +5,7 @@ The local client and the compile-only client both come here, so that what one st
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -144,6 +145,7 @@ def canonical_text(program: str) -> str:
     return _stripped("".join(kept))
 
 
+@functools.lru_cache(maxsize=16)  # about a millisecond, and a process has few different ones
 def canonical_options(serialized: bytes) -> str:
     """Serialized CompileOptionsProto as sorted words "field=value"; ValueError where it is none.
 

@@ -358,6 +358,16 @@ def test_a_cache_deleted_while_in_use_comes_back(store: DirectoryStore, home: Pa
     assert store.get_or_build(key(1), must_not_build) == b"code"
 
 
+@pytest.mark.parametrize("name", ["locks", "tmp", "v1"])
+def test_a_link_to_nowhere_in_the_directory_is_not_followed(home: Path, lines: list[str], name: str) -> None:
+    (home / name).symlink_to("nowhere")
+    store = DirectoryStore(home)
+    assert store.get_or_build(key(1), lambda: b"code") == b"code"
+    assert store.get_or_build(key(1), lambda: b"code") == b"code"
+    assert not (home / "nowhere").exists()
+    assert len(lines) <= 2, lines
+
+
 # Disks that do not take what is written
 
 
