@@ -24,7 +24,8 @@ def samples(dtype):
         yield "ties", lambda op=op: (op(odd, 1), op(odd, 0), op(x[:0], 0), op(x[0, 0], 0))
     yield "sort", lambda: [aten.sort.stable(odd, stable=True, dim=d, descending=o) for d in (0, 1) for o in (False, True)]
     yield "median", lambda: (aten.median(odd), aten.nanmedian(odd), aten.median.dim(x, 0), aten.nanmedian.dim(x, 1, True))
-    yield "mode", lambda: (aten.mode(odd, 1), aten.mode(odd, 0, True))
+    ties = torch.arange(15).reshape(3, 5).remainder(4).to(dtype)
+    yield "mode", lambda: (aten.mode(ties, 1), aten.mode(ties, 0, True))
     sequence = x.reshape(-1).to(torch.float32).sort().values.to(dtype)
     if dtype is not torch.bool:
         large = torch.arange(3000).remainder(100).sort().values.to(dtype)
@@ -43,7 +44,7 @@ def samples(dtype):
         return
     yield "topk", lambda: [aten.topk(odd[:2], k, 1, o)[0] for k in (1, 3, 5) for o in (False, True)]
     yield "kthvalue", lambda: [aten.kthvalue(odd[0], k) for k in (4, 5)]
-    yield "searchsorted nan", lambda: aten.searchsorted(odd[0].sort().values, odd)
+    yield "searchsorted nan", lambda: aten.searchsorted(sequence, odd)
     for p in (0, 0.5, 1, 2, 3, math.inf, -math.inf):
         yield "norm.Scalar", lambda p=p: (aten.norm.Scalar(x, p), aten.norm.Scalar(odd, p))
         yield "norm.ScalarOpt_dtype", lambda p=p: aten.norm.ScalarOpt_dtype(x, p, dtype=torch.float32)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchtpu.ops.registry import Context, jnp, lowering, opmath
 
 PROMISED = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
@@ -52,7 +54,22 @@ def _slices(where: list[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if i is None else i for i in where)
 
 
-@lowering("index_put", "_unsafe_index_put")
+def _infer_put(x, indices, values, *flags):
+    """A copy of `x`; raises where the values or a mask do not fit (torch's own meta kernel checks nothing)."""
+    if x.dtype != values.dtype:
+        raise RuntimeError("Index put requires the source and destination dtypes match")
+    dim, masks = 0, [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    for index in indices:
+        is_mask = any(index is m for m in masks)
+        if is_mask and x.shape[dim : dim + index.ndim] != index.shape:
+            raise IndexError(f"the shape of the mask {list(index.shape)} does not match {list(x.shape)} at dimension {dim}")
+        dim += index.ndim if is_mask else 1
+    if not masks:
+        values.expand(torch.ops.aten.index.Tensor(x, indices).shape)
+    return torch.empty_like(x)
+
+
+@lowering("index_put", "_unsafe_index_put", infer=_infer_put)
 def index_put(x, indices, values, accumulate=False, *, ctx):
     values, masks = values.astype(x.dtype), [i for i in indices if _is_mask(i)]
     if not masks:
@@ -74,7 +91,7 @@ def _accumulated(x: Any, where: Any, values: Any) -> Any:
     return opmath(x).at[where].add(values, **DROPPED)
 
 
-@lowering("_index_put_impl")
+@lowering("_index_put_impl", infer=_infer_put)
 def index_put_impl(x, indices, values, accumulate=False, unsafe=False, *, ctx):
     return index_put(x, indices, values, accumulate, ctx=ctx)
 

@@ -93,7 +93,9 @@ def amin(x, dim=None, keepdim=False):
     return jnp.min(x, axes(dim, x.ndim), keepdims=keepdim)
 
 
-@lowering("aminmax", "_aminmax", "_aminmax.dim")
+@lowering("_aminmax", infer=lambda x: torch.aminmax(x))
+@lowering("_aminmax.dim", infer=lambda x, dim, keepdim=False: torch.aminmax(x, dim=dim, keepdim=keepdim))
+@lowering("aminmax")
 def aminmax(x, dim=None, keepdim=False):
     return amin(x, dim, keepdim), amax(x, dim, keepdim)
 

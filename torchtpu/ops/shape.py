@@ -91,11 +91,6 @@ def channel_shuffle(x, groups):
     return x.reshape(batch, groups, channels // groups, *rest).swapaxes(1, 2).reshape(x.shape)
 
 
-@lowering("linalg_cross")
-def linalg_cross(x, y, *, dim=-1):
-    return jnp.cross(x, y, axis=dim)
-
-
 # Slices
 
 

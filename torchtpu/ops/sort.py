@@ -145,8 +145,8 @@ def _positions(sequence: Any, x: Any, right: bool) -> Any:
 
 
 def _is_before(element: Any, x: Any, right: bool) -> Any:
-    # a comparison turned around, so that a NaN on either side lies behind everything
-    return ~(element > x) if right else ~(element >= x)
+    # a NaN is sought behind everything, and lies there
+    return ((element <= x) if right else (element < x)) | (x != x)
 
 
 def _common_dtype(sequence: Any, x: Any) -> Any:
