@@ -5,6 +5,7 @@ Made at the first region or upload; imports jax, makes the client and owns the c
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -17,10 +18,11 @@ from torchtpu.compiler_cache import NullStore, Store, program_key
 from . import log
 from .compiler import Compiler, Loaded
 from .counters import Counters
-from .executor import Executable, Executor
-from .fragments import Entry, Fragments, Lowerings
+from .executor import About, Executable, Executor
+from .fragments import Entry, Fragments, Lowerings, results_of
 from .guards import Guard
 from .lower import Module, lower
+from .memory import show_bytes
 from .pjrt import Client
 from .region import Program
 
@@ -31,8 +33,8 @@ class Engine:
     """Compiles and runs what the recorder hands over. All methods may be called from any thread.
 
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
-    lowerings ask; `knob` gives the settings log, memory_limit and num_compile_threads; `live_bytes` the bytes of a
-    device's live buffers.
+    lowerings ask; `knob` gives the settings log, memory_limit and num_compile_threads; `release` lets go of arrays that
+    nobody holds any more.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Engine:
         counters: Counters,
         knob: Callable[[str], Any],
         store: Store | None = None,
-        live_bytes: Callable[[int], int] | None = None,
+        release: Callable[[], Any] = lambda: None,
     ) -> None:
         self.counters = counters
         self.client = Client(platform, num_devices)
@@ -58,7 +60,7 @@ class Engine:
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
         self.compiler = Compiler(self.client, store, counters, threads)
         self._target = self.client.target
-        self._executor = Executor(self.client, counters, knob, live_bytes)
+        self._executor = Executor(self.client, counters, knob, release)
         self.history = self._executor.history
         self.launch = self._executor.launch
 
@@ -80,23 +82,14 @@ class Engine:
             plan.failed(error)
             return
         self.counters.regions_planned += 1
-        flight.add_done_callback(lambda done: self._planned(plan, program, module, key.digest, done))
+        about = About(key.digest, program.line, len(program.ops), len(program.donated), _largest(program))
+        flight.add_done_callback(lambda done: self._planned(plan, module, about, done))
 
-    def _planned(self, plan: Any, program: Program, module: Module, identity: str, done: Future[Loaded]) -> None:
-        device = plan.device
+    def _planned(self, plan: Any, module: Module, about: About, done: Future[Loaded]) -> None:
         try:
-            executable = Executable(
-                self.client,
-                module,
-                done.result(),
-                device,
-                identity,
-                program.line,
-                len(program.ops),
-                len(program.donated),
-            )
+            executable = Executable(self.client, module, done.result(), plan.device, about)
         except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
-            plan.failed(_explained(error, program))
+            plan.failed(_explained(error, about))
         else:
             plan.ready(executable)
 
@@ -138,12 +131,22 @@ class Engine:
             log.write(show(what))
 
 
-def _explained(error: BaseException, program: Program) -> Exception:
-    """The error of a failed build, naming the region's first and last op."""
+def _largest(program: Program) -> str:
+    """The largest result of the program, its op and its line."""
+    made = [(math.prod(r.sizes) * r.dtype.itemsize, r, op) for op in program.ops for r in results_of(op)]
+    if not made:
+        return "none"
+    nbytes, result, op = max(made, key=lambda m: m[0])
+    shape = f"{str(result.dtype).removeprefix('torch.')}{list(result.sizes)}"
+    return f"{shape}, {show_bytes(nbytes)}, of aten::{op.name} at {op.line}"
+
+
+def _explained(error: BaseException, about: About) -> Exception:
+    """The error of a failed build."""
     if not isinstance(error, Exception):
-        return RuntimeError(f"the region recorded at {program.line} was not compiled: the engine is closed")
-    ops = program.ops
-    named = f"aten::{ops[0].name} to aten::{ops[-1].name}, last recorded at {ops[-1].line}" if ops else "no ops"
-    failure = RuntimeError(f"the region recorded at {program.line} ({named}) could not be compiled: {error}")
+        return RuntimeError(f"the region recorded at {about.line} was not compiled: the engine is closed")
+    text = f"the region recorded at {about.line} ({about.ops} ops) could not be compiled: {error}"
+    kind = torch.OutOfMemoryError if "RESOURCE_EXHAUSTED" in str(error) else RuntimeError
+    failure = kind(f"{text} (its largest result: {about.largest})")
     failure.__cause__ = error
     return failure

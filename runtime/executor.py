@@ -24,73 +24,61 @@ _HISTORY = 4096
 _MAX_IN_FLIGHT = 64  # launches per device that have not run
 
 
+class About(NamedTuple):
+    """What is said of a program: its key, its line, its size, and its largest result."""
+
+    identity: str
+    line: str
+    ops: int
+    donated: int
+    largest: str
+
+
 class Executable:
     """What a plan is given: a loaded program with all that a launch needs of it."""
 
-    __slots__ = (
-        "checks",
-        "donated",
-        "handlers",
-        "identity",
-        "line",
-        "loaded",
-        "module",
-        "needed",
-        "ops",
-        "peak",
-        "run",
-        "said",
-    )
+    __slots__ = ("about", "checks", "handlers", "is_fresh", "loaded", "module", "run")
 
-    def __init__(
-        self,
-        client: Client,
-        module: Module,
-        loaded: Loaded,
-        device: int,
-        identity: str,
-        line: str,
-        ops: int,
-        donated: int,
-    ) -> None:
+    def __init__(self, client: Client, module: Module, loaded: Loaded, device: int, about: About) -> None:
+        outputs = list(module.outputs) + ([((), torch.int32)] if module.checks else [])
         self.module = module
         self.loaded = loaded
+        self.about = about
         self.run = loaded.executable
-        outputs = list(module.outputs) + ([((), torch.int32)] if module.checks else [])
         self.handlers = client.handlers(outputs, device)
         self.checks = module.checks
-        self.identity = identity
-        self.line = line
-        self.ops = ops
-        self.donated = donated
-        self.needed = loaded.output_bytes - loaded.aliased_bytes + loaded.temporary_bytes
-        self.peak = loaded.argument_bytes + self.needed
-        self.said = False  # whether a launch has checked its arguments and logged where the program came from
+        self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a launch takes beyond its arguments."""
+        return self.loaded.output_bytes - self.loaded.aliased_bytes + self.loaded.temporary_bytes
 
 
 class Launch(NamedTuple):
     """One line of the history."""
 
-    identity: str
+    about: About
     device: int
-    ops: int
     inputs: int
     outputs: int
-    donated: int
     reason: str
     line: str
 
 
 class Executor:
-    """Launches; `history` holds the last launches."""
+    """Launches; `history` holds the last launches.
+
+    `release` lets go of arrays whose last holder could not: it is called while a launch waits for memory.
+    """
 
     def __init__(
-        self, client: Client, counters: Counters, knob: Callable[[str], Any], live_bytes: Callable[[int], int] | None
+        self, client: Client, counters: Counters, knob: Callable[[str], Any], release: Callable[[], Any]
     ) -> None:
         self._client = client
         self._counters = counters
         self._knob = knob
-        self._live_bytes = live_bytes
+        self._release = release
         self.history: deque[Launch] = deque(maxlen=_HISTORY)
         self._in_flight: list[deque[Any]] = [deque() for _ in client.devices]
 
@@ -98,8 +86,8 @@ class Executor:
         """Enqueues the work's program; tells the work what came of it and never raises."""
         try:
             outputs, guard = self._run(work)
-        except Exception as error:  # noqa: BLE001 -- whoever reads an output raises it
-            work.failed(_explained(error, work.executable))
+        except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it, Ctrl-C too
+            work.failed(_explained(error, work.executable.about))
         else:
             work.done(outputs, guard)
 
@@ -109,14 +97,11 @@ class Executor:
         for numbers in (work.floats, work.ints):
             if numbers is not None:
                 arguments.append(client.upload(numbers, device))
-        if not executable.said:
+        if executable.is_fresh:
             _check_arguments(client, executable, arguments)
         limit = self._knob("memory_limit")
-        if limit and self._live_bytes is not None:
-            live = self._live_bytes
-            wait_for_room(
-                limit, executable.needed, lambda: live(device), device, f"the region recorded at {executable.line}"
-            )
+        if limit:
+            self._wait_for_room(limit, executable, device)
         earlier = unsettled(work.guards())
         started = time.perf_counter()
         outputs, token = client.execute(executable.run, arguments, executable.handlers)
@@ -127,9 +112,22 @@ class Executor:
             guard = Guard(client, outputs.pop(), executable.checks, earlier)
         elif earlier:
             guard = earlier[0] if len(earlier) == 1 else Guard(client, None, (), earlier)
-        self._record(work.region, executable, device, len(arguments), outputs, started)
-        executable.said = True
+        region, about = work.region, executable.about
+        launch = Launch(about, device, len(arguments), len(outputs), region["reason"], region["line"])
+        self.history.append(launch)
+        if "launch" in self._knob("log"):
+            self._log(launch, executable, outputs, started)
+        executable.is_fresh = False
         return outputs, guard
+
+    def _wait_for_room(self, limit: int, executable: Executable, device: int) -> None:
+        def live() -> int:
+            self._release()
+            return self._client.live_bytes(device)
+
+        about = executable.about
+        what = f"the region recorded at {about.line} (its largest result: {about.largest})"
+        wait_for_room(limit, executable.needed_bytes, live, device, what)
 
     def finish(self, device: int) -> None:
         """Waits until everything launched so far on the device has run; raises what a launch raised."""
@@ -143,36 +141,21 @@ class Executor:
             with contextlib.suppress(RuntimeError):  # who reads the launch's outputs raises it
                 self._client.wait_for_launch(in_flight.popleft())
 
-    def _record(
-        self,
-        region: dict[str, Any],
-        executable: Executable,
-        device: int,
-        inputs: int,
-        outputs: list[Any],
-        started: float,
-    ) -> None:
-        reason, line = region.get("reason", ""), region.get("line", "")
-        donated = executable.donated
-        self.history.append(
-            Launch(executable.identity, device, executable.ops, inputs, len(outputs), donated, reason, line)
-        )
-        if "launch" not in self._knob("log"):
-            return
+    def _log(self, launch: Launch, executable: Executable, outputs: list[Any], started: float) -> None:
+        """Writes the launch's line, once it has run."""
         for output in outputs:
             self._client.wait(output)
         run_ms = (time.perf_counter() - started) * 1e3
-        loaded = executable.loaded
+        about, loaded = launch.about, executable.loaded
         found = "hit (trie)"
-        if not executable.said:
-            found = (
-                f"hit (disk) load {loaded.milliseconds:.0f} ms"
-                if loaded.source == "disk"
-                else f"miss compile {loaded.milliseconds:.0f} ms"
-            )
+        if executable.is_fresh:
+            found = "hit (disk) load" if loaded.source == "disk" else "miss compile"
+            found += f" {loaded.milliseconds:.0f} ms"
         write(
-            f"tpu:{device} region {executable.identity[:8]} | {executable.ops} ops {inputs} in {len(outputs)} out {donated} donated"
-            f" | cut: {reason} ({line}) | {found} | run {run_ms:.1f} ms | peak {show_bytes(executable.peak)}"
+            f"tpu:{launch.device} region {about.identity[:8]} | "
+            f"{about.ops} ops {launch.inputs} in {launch.outputs} out {about.donated} donated | "
+            f"cut: {launch.reason} ({launch.line}) | {found} | run {run_ms:.1f} ms | "
+            f"peak {show_bytes(loaded.argument_bytes + executable.needed_bytes)}"
         )
 
 
@@ -180,15 +163,17 @@ def _check_arguments(client: Client, executable: Executable, arguments: list[Any
     """XLA checks only the size in bytes: the first launch checks shapes and dtypes."""
     for i, (array, expected) in enumerate(zip(arguments, executable.module.inputs, strict=False)):
         actual = client.aval(array)
-        assert actual == expected, f"input {i} of the region recorded at {executable.line} is {actual}, not {expected}"
+        assert actual == expected, (
+            f"input {i} of the region recorded at {executable.about.line} is {actual}, not {expected}"
+        )
 
 
-def _explained(error: Exception, executable: Executable) -> Exception:
-    if isinstance(error, torch.OutOfMemoryError):
+def _explained(error: BaseException, about: About) -> BaseException:
+    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
         return error
-    text = f"the region recorded at {executable.line} ({executable.ops} ops) could not be launched: {error}"
+    text = f"the region recorded at {about.line} ({about.ops} ops) could not be launched: {error}"
     if "RESOURCE_EXHAUSTED" in str(error):
-        return torch.OutOfMemoryError(text)
+        return torch.OutOfMemoryError(f"{text} (its largest result: {about.largest})")
     failure = RuntimeError(text)
     failure.__cause__ = error
     return failure

@@ -347,7 +347,8 @@ def _fragment(
         r"(?<!custom_call )@(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + r")(?![\w.$-])"
     )
     texts = []
-    for old, head, inside in functions:
+    for old, traced_head, inside in functions:
+        head = traced_head
         if old == "main":
             head = f"({', '.join(f'%arg{n}: {ins[n]}' for n in used)}) -> ({', '.join(outs)}) {{"
         text = f"  func.func private @{old}{head}\n{inside}  }}"

@@ -1,4 +1,4 @@
-"""Guards: in comes the number of a launch's first failed device-side check, out goes the op's error at the next read."""
+"""Guards: in comes the number of a launch's first failed check, out goes the op's error at the next read."""
 
 from __future__ import annotations
 

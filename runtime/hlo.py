@@ -156,8 +156,8 @@ class Lines:
 
     def complex(self, real: Value, imag: Value, dtype: torch.dtype) -> Value:
         """A complex array from its two parts."""
-        text = f"stablehlo.complex {real.name}, {imag.name} : ({real.type}, {imag.type}) -> {tensor_type(real.shape, dtype)}"
-        return self.emit(text, real.shape, dtype)
+        types = f"({real.type}, {imag.type}) -> {tensor_type(real.shape, dtype)}"
+        return self.emit(f"stablehlo.complex {real.name}, {imag.name} : {types}", real.shape, dtype)
 
     def is_nonzero(self, x: Value) -> Value:
         """The bool array `x != 0` of an unsigned integer array."""
@@ -178,18 +178,18 @@ class Lines:
         """The box of `sizes` at run-time `starts`; XLA clamps starts into range."""
         if sizes == x.shape:
             return x
-        names, types = ", ".join(s.name for s in starts), ", ".join(s.type for s in starts)
-        listed = ", ".join(map(str, sizes))
-        text = f"stablehlo.dynamic_slice {x.name}, {names}, sizes = [{listed}] : ({x.type}, {types}) -> {tensor_type(sizes, x.dtype)}"
+        names, types = ", ".join(s.name for s in (x, *starts)), ", ".join(s.type for s in (x, *starts))
+        box = f"sizes = [{', '.join(map(str, sizes))}]"
+        text = f"stablehlo.dynamic_slice {names}, {box} : ({types}) -> {tensor_type(sizes, x.dtype)}"
         return self.emit(text, sizes, x.dtype)
 
     def dynamic_update_slice(self, x: Value, update: Value, starts: Sequence[Value]) -> Value:
         """`x` with the box at `starts` replaced by `update`."""
         if update.shape == x.shape:
             return update
-        names, types = ", ".join(s.name for s in starts), ", ".join(s.type for s in starts)
-        text = f"stablehlo.dynamic_update_slice {x.name}, {update.name}, {names} : ({x.type}, {update.type}, {types}) -> {x.type}"
-        return self.emit(text, x.shape, x.dtype)
+        operands = (x, update, *starts)
+        names, types = ", ".join(v.name for v in operands), ", ".join(v.type for v in operands)
+        return self.emit(f"stablehlo.dynamic_update_slice {names} : ({types}) -> {x.type}", x.shape, x.dtype)
 
     def strided_indices(self, sizes: Shape, strides: Shape, offset: int, dtype: torch.dtype) -> Value:
         """The flat positions of a strided view as an integer array of shape [numel, 1]."""
@@ -207,8 +207,8 @@ class Lines:
         """`flat[indices[:, 0]]`."""
         shape = (indices.shape[0],)
         attributes = (
-            "dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [0], start_index_map = [0], index_vector_dim = 1>, "
-            "indices_are_sorted = false, slice_sizes = array<i64: 1>"
+            "dimension_numbers = #stablehlo.gather<collapsed_slice_dims = [0], start_index_map = [0], "
+            "index_vector_dim = 1>, indices_are_sorted = false, slice_sizes = array<i64: 1>"
         )
         text = f'"stablehlo.gather"({flat.name}, {indices.name}) <{{{attributes}}}> : ({flat.type}, {indices.type}) -> '
         return self.emit(text + tensor_type(shape, flat.dtype), shape, flat.dtype)

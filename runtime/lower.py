@@ -26,7 +26,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A program's text. After `outputs` it returns the number of the first failed check (-1: none) if it has `checks`."""
+    """A program's text. If it has `checks`, the number of the first that failed (-1: none) follows its `outputs`."""
 
     text: str
     inputs: tuple[Aval, ...]

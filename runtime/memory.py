@@ -1,4 +1,4 @@
-"""Memory: in comes what a launch will need, out goes permission, or an OutOfMemoryError that names sizes, op and line."""
+"""Memory: in comes what a launch will need, out goes permission, or an OutOfMemoryError with sizes and a line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The client: in come program texts, tensors and arrays, out go executables and arrays. The only file that touches jaxlib.
+"""The client: in come program texts, tensors and arrays, out go executables and arrays.
 
-On the CPU platform the client is our own: no JAX backend starts, no TPU is probed for, and the user's JAX stays as it is.
+The only file that touches jaxlib. On the CPU platform the client is our own: no JAX backend starts, no TPU is probed
+for, and the user's JAX stays as it is.
 """
 
 from __future__ import annotations
@@ -62,6 +63,12 @@ class Client:
         """The bytes a device has; 0 where the platform does not say."""
         stats = self.devices[device].memory_stats() or {}
         return int(stats.get("bytes_limit", 0))
+
+    def live_bytes(self, device: int) -> int:
+        """The bytes of the arrays on a device, pending ones included (about half a microsecond per array)."""
+        home = self.devices[device]
+        arrays = (a for a in self._client.live_arrays() if not a.is_deleted() and a.device == home)
+        return sum(a.nbytes for a in arrays)
 
     def device_name(self, device: int) -> str:
         """What the platform calls the device."""

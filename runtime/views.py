@@ -20,7 +20,7 @@ _ARRAY, _NEW, _OFFSET = "%X", "%Y", "%I"
 
 
 class View(NamedTuple):
-    """A strided view in elements of `dtype` over the bytes of an array; `offset` is None where it is a run-time input."""
+    """A strided view in elements of `dtype` over an array's bytes; `offset` is None where it is a run-time input."""
 
     sizes: Shape
     strides: Shape
@@ -29,7 +29,7 @@ class View(NamedTuple):
 
 
 class Snippet(NamedTuple):
-    """Lines over `%X` (the array), `%Y` (what is written) and `%I` (the run-time offset, i64), and their result's name."""
+    """Lines over `%X` (the array), `%Y` (what is written) and `%I` (the run-time offset), and their result's name."""
 
     text: str
     result: str

@@ -17,6 +17,9 @@ from torchtpu.runtime.region import Base
 from torchtpu.runtime.views import View
 
 BATCH = 100
+KINDS = (
+    "transpose", "narrow", "step", "select", "unsqueeze", "expand", "flatten", "split", "diagonal", "unfold", "strided",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,8 @@ class Cases:
         heads = ", ".join(f"%in{i}: {tensor_type(tuple(t.shape), t.dtype)}" for i, t in enumerate(self.inputs))
         names, types = ", ".join(n for n, _ in self.results), ", ".join(t for _, t in self.results)
         body = "\n".join(filter(None, self.lines))
-        text = f"module @m {{\n  func.func public @main({heads}) -> ({types}) {{\n{body}\n    return {names} : {types}\n  }}\n}}"
+        main = f"func.func public @main({heads}) -> ({types}) {{\n{body}\n    return {names} : {types}\n  }}"
+        text = f"module @m {{\n  {main}\n}}"
         executable = client.compile(text, 0)
         avals = [(tuple(t.shape), t.dtype) for t in self.expected]
         outputs, _ = client.execute(executable, [client.upload(t, 0) for t in self.inputs], client.handlers(avals, 0))
@@ -86,7 +90,7 @@ def random_view(x: torch.Tensor, rng: random.Random, length: int, may_expand: bo
     for _ in range(length):
         dim = rng.randrange(x.dim()) if x.dim() else 0
         size = x.shape[dim] if x.dim() else 1
-        match rng.choice("transpose narrow step select unsqueeze expand flatten split diagonal unfold strided".split()):
+        match rng.choice(KINDS):
             case "transpose" if x.dim() > 1:
                 x = x.transpose(*rng.sample(range(x.dim()), 2))
             case "narrow" if x.dim() and size:
