@@ -1,4 +1,4 @@
-"""The random lowerings: in come seeds and parameters, out go numbers of the right distribution, the same on each run."""
+"""The random lowerings: in come seeds and parameters, out go repeatable numbers of the right distribution."""
 
 from __future__ import annotations
 
@@ -160,9 +160,11 @@ def test_dropout_scales_what_it_keeps(dtype: str) -> None:
     assert ((out == 0) == ~mask).all()
     assert jnp.allclose(jnp.asarray(out[mask], jnp.float32), 4.0, rtol=1e-2)
     out, mask = draw("native_dropout", x, 1.0, True)
-    assert not out.any() and not mask.any()
+    assert not out.any()
+    assert not mask.any()
     out, mask = draw("native_dropout", x, 0.5, False)
-    assert (out == x).all() and mask.all()
+    assert (out == x).all()
+    assert mask.all()
 
 
 def test_randperm_is_a_uniform_permutation() -> None:
@@ -177,7 +179,8 @@ def test_multinomial_follows_the_weights() -> None:
     weights = jnp.asarray([[0.0, 1.0, 3.0, 0.0], [2.0, 0.0, 0.0, 2.0]])
     x = draw("multinomial", weights, N, True)
     assert x.shape == (2, N)
-    assert set(x[0].tolist()) == {1, 2} and set(x[1].tolist()) == {0, 3}
+    assert set(x[0].tolist()) == {1, 2}
+    assert set(x[1].tolist()) == {0, 3}
     assert abs(float((x[0] == 2).mean()) - 0.75) < 0.02
     single = draw("multinomial", jnp.tile(weights[0], (N, 1)), 1)
     assert abs(float((single == 2).mean()) - 0.75) < 0.02
@@ -216,7 +219,8 @@ def test_gamma_gradient_is_pytorchs() -> None:
 def test_rrelu_draws_slopes_for_the_negative_side() -> None:
     x = jnp.where(jnp.arange(N) % 2 == 0, -2.0, 1.5).astype(jnp.float32)
     out, noise = draw("rrelu_with_noise", x, jnp.zeros_like(x), 0.1, 0.3, True)
-    assert (noise[1::2] == 1).all() and (out[1::2] == 1.5).all()
+    assert (noise[1::2] == 1).all()
+    assert (out[1::2] == 1.5).all()
     assert ((noise[::2] >= 0.1) & (noise[::2] < 0.3)).all()
     assert jnp.allclose(out[::2], -2 * noise[::2])
     out, _ = draw("rrelu_with_noise", x, jnp.zeros_like(x), 0.1, 0.3, False)

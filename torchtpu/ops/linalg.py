@@ -44,13 +44,13 @@ def solve_triangle(a: Any, b: Any, *, lower: bool, left: bool = True, unit: bool
 
 
 @lowering("linalg_solve_triangular")
-def linalg_solve_triangular(self, B, *, upper, left=True, unitriangular=False):  # noqa: N803
+def linalg_solve_triangular(self, B, *, upper, left=True, unitriangular=False):
     a, b = _broadcast_batch((self, 2), (B, 2))
     return solve_triangle(a, b, lower=not upper, left=left, unit=unitriangular)
 
 
 @lowering("triangular_solve")
-def triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):  # noqa: N803
+def triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
     a, b = _broadcast_batch((A, 2), (self, 2))
     turned = jnp.swapaxes(a, -1, -2) if transpose else a
     return solve_triangle(turned, b, lower=upper == transpose, unit=unitriangular), a
@@ -106,7 +106,7 @@ def _cholesky_info(a: Any, factor: Any) -> Any:
 
 
 @lowering("_cholesky_solve_helper")
-def cholesky_solve_helper(self, A, upper):  # noqa: N803
+def cholesky_solve_helper(self, A, upper):
     first = solve_triangle(A, self, lower=not upper, turned=upper)
     return solve_triangle(A, first, lower=not upper, turned=not upper)
 
@@ -184,7 +184,7 @@ def linalg_lu(self, *, pivot=True, ctx):
 
 
 @lowering("lu_unpack")
-def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, *, ctx):  # noqa: N803
+def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, *, ctx):
     rows, columns = LU_data.shape[-2:]
     size = min(rows, columns)
     p, lower, upper = (empty(ctx, i) for i in range(3))
@@ -198,11 +198,11 @@ def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, *, ctx):
 
 
 @lowering("linalg_lu_solve")
-def linalg_lu_solve(LU, pivots, B, *, left=True, adjoint=False):  # noqa: N803
+def linalg_lu_solve(LU, pivots, B, *, left=True, adjoint=False):
     lu, pivots, b = _broadcast_batch((LU, 2), (pivots, 1), (B, 2))
     if left:
         return solve_lu(lu, pivots, b, turned=adjoint)
-    turn = lambda x: jnp.conj(jnp.swapaxes(x, -1, -2))  # noqa: E731
+    turn = lambda x: jnp.conj(jnp.swapaxes(x, -1, -2))
     return turn(solve_lu(lu, pivots, turn(b), turned=not adjoint))
 
 
@@ -213,7 +213,7 @@ def _factors_transpose(a: Any, ctx: Any) -> bool:
 
 
 @lowering("_linalg_solve_ex")
-def linalg_solve_ex(A, B, *, left=True, check_errors=False, ctx):  # noqa: N803
+def linalg_solve_ex(A, B, *, left=True, check_errors=False, ctx):
     is_vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
     transposed = _factors_transpose(A, ctx)
     lu, pivots, info = factor_lu(jnp.swapaxes(A, -1, -2) if transposed else A)
@@ -224,7 +224,7 @@ def linalg_solve_ex(A, B, *, left=True, check_errors=False, ctx):  # noqa: N803
 
 
 @lowering("linalg_inv_ex")
-def linalg_inv_ex(A, *, check_errors=False, ctx):  # noqa: N803
+def linalg_inv_ex(A, *, check_errors=False, ctx):
     lu, pivots, info = factor_lu(A)
     if check_errors:
         _check_invertible(ctx, "linalg.inv_ex", info)
@@ -240,13 +240,13 @@ def _determinant_parts(a: Any, ctx: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @lowering("_linalg_det")
-def linalg_det(A, *, ctx):  # noqa: N803
+def linalg_det(A, *, ctx):
     diagonal, sign, lu, pivots = _determinant_parts(A, ctx)
     return sign * jnp.prod(diagonal, -1), lu, pivots
 
 
 @lowering("_linalg_slogdet")
-def linalg_slogdet(A, *, ctx):  # noqa: N803
+def linalg_slogdet(A, *, ctx):
     diagonal, sign, lu, pivots = _determinant_parts(A, ctx)
     return sign * jnp.prod(jnp.sign(diagonal), -1), jnp.log(jnp.abs(diagonal)).sum(-1), lu, pivots
 
@@ -255,7 +255,7 @@ def linalg_slogdet(A, *, ctx):  # noqa: N803
 
 
 @lowering("linalg_qr")
-def linalg_qr(A, mode="reduced", *, ctx):  # noqa: N803
+def linalg_qr(A, mode="reduced", *, ctx):
     if 0 in A.shape[-2:]:
         eye = jnp.eye(A.shape[-2], dtype=A.dtype)
         q_shape, r_shape = (shape for shape, _ in ctx.results)
@@ -291,7 +291,7 @@ def ormqr(self, input2, input3, left=True, transpose=False):
 
 
 @lowering("_linalg_svd")
-def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None, ctx):  # noqa: N803
+def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None, ctx):
     if not A.size:
         made = [empty(ctx, i) for i in range(3)]
         return [x if i == 1 or not x.size else _eye_like(x) for i, x in enumerate(made)]
@@ -305,7 +305,7 @@ def _eye_like(x: Any) -> Any:
 
 
 @lowering("_linalg_eigh")
-def linalg_eigh(A, UPLO="L", compute_v=True, *, ctx):  # noqa: N803
+def linalg_eigh(A, UPLO="L", compute_v=True, *, ctx):
     if not A.size:
         return empty(ctx, 0), empty(ctx, 1)
     vectors, values = lax.linalg.eigh(A, lower=UPLO.upper() == "L", symmetrize_input=False)
@@ -330,8 +330,8 @@ def _infer_lstsq(self: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driv
 
 @lowering("linalg_lstsq", infer=_infer_lstsq)
 def linalg_lstsq(self, b, rcond=None, *, driver=None, ctx):
-    # One algorithm for all drivers: the solution of least norm.  gelsd and gelss return residuals even where the rank is
-    # deficient, since that is known only on the device.
+    # One algorithm for all drivers: the solution of least norm.  gelsd and gelss return residuals for a deficient rank
+    # too, since only the device knows it.
     is_vector = self.ndim - 1 == b.ndim and self.shape[:-1] == b.shape
     a, b = _broadcast_batch((self, 2), (b[..., None] if is_vector else b, 2))
     u, s, vh = lax.linalg.svd(a, full_matrices=False)
@@ -360,5 +360,5 @@ def linalg_matrix_exp(self):
 @lowering("linalg_cross")
 def linalg_cross(self, other, *, dim=-1):
     a, b = jnp.broadcast_arrays(self, other)
-    turn = lambda x, by: jnp.roll(x, by, axis=dim)  # noqa: E731
+    turn = lambda x, by: jnp.roll(x, by, axis=dim)
     return turn(a, -1) * turn(b, -2) - turn(a, -2) * turn(b, -1)

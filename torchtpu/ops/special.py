@@ -1,0 +1,121 @@
+"""Error, gamma and related functions: in come promoted arrays, out goes the function of each element."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torchtpu.ops.registry import jax, jnp, lax, lowering, pointwise
+
+# Error functions and the normal distribution
+
+
+@pointwise("erf", promote="int_to_float")
+def erf(self):
+    return lax.erf(self)
+
+
+@pointwise("erfc", promote="int_to_float")
+def erfc(self):
+    return lax.erfc(self)
+
+
+@pointwise("erfinv", promote="int_to_float")
+def erfinv(self):
+    return lax.erf_inv(self)
+
+
+@pointwise("special_erfcx", promote="int_to_float")
+def special_erfcx(self):
+    return jax.scipy.special.erfcx(self)
+
+
+@pointwise("special_ndtri", promote="int_to_float")
+def special_ndtri(self):
+    return jax.scipy.special.ndtri(self)
+
+
+@pointwise("special_log_ndtr", promote="int_to_float")
+def special_log_ndtr(self):
+    scaled = self * math.sqrt(0.5)
+    tail = jnp.log(jax.scipy.special.erfcx(-scaled) / 2) - scaled * scaled
+    return jnp.where(self < -1, tail, jnp.log1p(-lax.erfc(scaled) / 2))
+
+
+# Entropy
+
+
+@pointwise("special_entr", promote="int_to_float")
+def special_entr(self):
+    return jnp.where(self > 0, -self * jnp.log(self), jnp.where(self == 0, 0, jnp.where(self < 0, -jnp.inf, self)))
+
+
+@pointwise("special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar", promote="int_to_float")
+def special_xlog1py(self, other):
+    return jnp.where(jnp.isnan(other), other, jnp.where(self == 0, 0, self * jnp.log1p(other)))
+
+
+# Gamma functions
+
+
+@pointwise("lgamma", promote="int_to_float")
+def lgamma(self):
+    return lax.lgamma(self)
+
+
+@pointwise("digamma", promote="int_to_float")
+def digamma(self):
+    return _digamma(self)
+
+
+def _digamma(x: Any) -> Any:
+    # PyTorch puts an infinity of the opposite sign at the pole 0, NaN at the other poles.
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), lax.digamma(x))
+
+
+@lowering("polygamma")
+def polygamma(n, self):
+    dtype = jnp.promote_types(self.dtype, jnp.float32) if jnp.issubdtype(self.dtype, jnp.floating) else jnp.float32
+    x = self.astype(dtype)
+    if n == 0:
+        return _digamma(x)
+    if n == 1:
+        # Reflected: zeta takes no negative x.
+        reflected = (math.pi / jnp.sin(math.pi * x)) ** 2 - lax.zeta(jnp.full_like(x, 2), 1 - x)
+        value = jnp.where(x < 0.5, reflected, lax.zeta(jnp.full_like(x, 2), x))
+        return jnp.where(x == jnp.inf, 0, value)
+    return (-1) ** (n + 1) * math.factorial(n) * _zeta(jnp.full_like(x, n + 1), x)
+
+
+@pointwise("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar", promote="int_to_float")
+def special_zeta(self, other):
+    return _zeta(*jnp.broadcast_arrays(self, other))
+
+
+def _zeta(x: Any, q: Any) -> Any:
+    # The poles, q = 0, -1, ..., and infinite x are where XLA differs.
+    far = jnp.where(q == 1, 1, jnp.where(q < 1, jnp.inf, jnp.nan))
+    value = jnp.where(x == jnp.inf, far, lax.zeta(x, q))
+    value = jnp.where((q <= 0) & (q == jnp.floor(q)), jnp.inf, value)
+    return jnp.where(x < 1, jnp.nan, jnp.where(x == 1, jnp.inf, value))
+
+
+@pointwise("igamma", promote="int_to_float")
+def igamma(self, other):
+    return _incomplete_gamma(lax.igamma, self, other, 1)
+
+
+@pointwise("igammac", promote="int_to_float")
+def igammac(self, other):
+    return _incomplete_gamma(lax.igammac, self, other, 0)
+
+
+def _incomplete_gamma(function: Any, a: Any, x: Any, at_infinity: int) -> Any:
+    a, x = jnp.broadcast_arrays(a, x)
+    inside = (a > 0) & (x > 0) & jnp.isfinite(a) & jnp.isfinite(x)
+    value = function(jnp.where(inside, a, 1), jnp.where(inside, x, 1))
+    # A zero or infinite argument puts all the mass on one side; both zero or both infinite has no limit.
+    value = jnp.where((x == jnp.inf) | (a == 0), at_infinity, value)
+    value = jnp.where((x == 0) | (a == jnp.inf), 1 - at_infinity, value)
+    undefined = (a < 0) | (x < 0) | jnp.isnan(a) | jnp.isnan(x) | ((a == 0) & (x == 0)) | (jnp.isinf(a) & jnp.isinf(x))
+    return jnp.where(undefined, jnp.nan, value)
