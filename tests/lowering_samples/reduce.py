@@ -40,8 +40,13 @@ def samples(dtype):
         yield "isin.Tensor_Scalar", lambda: (aten.isin.Tensor_Scalar(x, 1), aten.isin.Tensor_Scalar(x, 1, invert=True))
         yield "isin.Scalar_Tensor", lambda: aten.isin.Scalar_Tensor(1, x)
         yield "isin large", lambda: (aten.isin(wanted, large), aten.isin(wanted, large[:0]), aten.isin(wanted, large, invert=True))
+    yield "hash_tensor", lambda: (aten.hash_tensor(x), aten.hash_tensor(x, [1], keepdim=True))
+    yield "asserts", lambda: (aten._assert_async(x.new_ones(())), aten._assert_async.msg(x.new_ones(()), "no"),
+                              aten._functional_assert_async.msg(x.new_ones(()), "no", x))  # fmt: skip
     if not dtype.is_floating_point:
         return
+    for p in (0, 0.5, 1, 2, 3):
+        yield "linalg__powsum", lambda p=p: (aten.linalg__powsum(x, p), aten.linalg__powsum(x, p, [1], True, dtype=torch.float32))
     yield "topk", lambda: [aten.topk(odd[:2], k, 1, o)[0] for k in (1, 3, 5) for o in (False, True)]
     yield "kthvalue", lambda: [aten.kthvalue(odd[0], k) for k in (4, 5)]
     yield "searchsorted nan", lambda: aten.searchsorted(sequence, odd)

@@ -75,6 +75,15 @@ def _logical(function: Any, x: Any, dim: Any, keepdim: bool) -> Any:
     return function(x != 0, dims, keepdims=keepdim)
 
 
+@lowering("hash_tensor")
+def hash_tensor(x, dim=(), *, keepdim=False, mode=0):
+    dims = axes(dim, x.ndim)
+    wide = x.astype(jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int64)
+    bits = lax.bitcast_convert_type(wide, jnp.uint64)
+    hashed = lax.reduce(bits, jnp.uint64(0), lax.bitwise_xor, dims)
+    return jnp.expand_dims(hashed, dims) if keepdim else hashed
+
+
 @lowering("trace")
 def trace(x):
     return jnp.sum(_summand(jnp.diagonal(x), None))
@@ -180,6 +189,14 @@ def linalg_vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     if ord == 1:
         return jnp.sum(size, dims, keepdims=keepdim)
     return jnp.sum(size**ord, dims, keepdims=keepdim) ** (1 / ord)
+
+
+@lowering("linalg__powsum", structural={"ord": None})
+def linalg_powsum(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    x, dims = opmath(x if dtype is None else as_dtype(x, dtype)), axes(dim, x.ndim)
+    if ord == 0:
+        return linalg_vector_norm(x, 0, dims, keepdim)
+    return jnp.sum((x * x.conj()).real if ord == 2 else jnp.abs(x) ** ord, dims, keepdims=keepdim)
 
 
 @lowering("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", structural={"p": None})

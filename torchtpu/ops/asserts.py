@@ -1,0 +1,23 @@
+"""Asserts on values: in comes an array that has to be nonzero, out goes a check that fails the program's reads."""
+
+from __future__ import annotations
+
+from torchtpu.ops.registry import lowering
+
+
+@lowering("_assert_async")
+def assert_async(x, *, ctx):
+    ctx.check(x != 0, "Expected Tensor with single nonzero value, but got zero", RuntimeError)
+    return ()
+
+
+@lowering("_assert_async.msg")
+def assert_async_message(x, assert_msg, *, ctx):
+    ctx.check(x != 0, assert_msg, RuntimeError)
+    return ()
+
+
+@lowering("_functional_assert_async.msg")
+def functional_assert_async(x, assert_msg, dep_token, *, ctx):
+    ctx.check(x != 0, assert_msg, RuntimeError)
+    return dep_token
