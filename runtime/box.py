@@ -16,16 +16,16 @@ Shape = tuple[int, ...]
 
 
 class Range(NamedTuple):
-    """The indices `start, start + step, ...`, `count` of them."""
+    """The indices `start, start + step, ...`, `taken` of them."""
 
     start: int
-    count: int
+    taken: int
     step: int
 
     @property
     def extent(self) -> int:
         """How many indices lie between the first and the last, both included."""
-        return (self.count - 1) * self.step + 1
+        return (self.taken - 1) * self.step + 1
 
 
 class Box(NamedTuple):
@@ -43,13 +43,13 @@ class Box(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether every element of the array is taken."""
-        return all(r.count == f for r, f in zip(self.ranges, self.factors, strict=True))
+        return all(r.taken == f for r, f in zip(self.ranges, self.factors, strict=True))
 
 
 class _Dim(NamedTuple):
     stride: int
     size: int
-    index: int
+    position: int
 
 
 @functools.lru_cache(maxsize=65536)
@@ -98,7 +98,7 @@ def _fit(cuts: list[int], dims: list[_Dim], rank: int, offset: int, total: int) 
     factors = [b // a for a, b in itertools.pairwise(cuts)][::-1]
     starts = [offset // w % f for w, f in zip(weights, factors, strict=True)]
     ranges = [Range(start, 1, 1) for start in starts]
-    taken = [False] * len(factors)
+    is_used = [False] * len(factors)
     merged: list[Shape] = [()] * rank
     for dim in dims:
         found = next((k for k, w in enumerate(weights) if w <= dim.stride), None)
@@ -106,7 +106,7 @@ def _fit(cuts: list[int], dims: list[_Dim], rank: int, offset: int, total: int) 
             return None
         k, left, step, digits = found, dim.size, dim.stride // weights[found], []
         while left > 1:
-            if k < 0 or taken[k]:
+            if k < 0 or is_used[k]:
                 return None
             count = left
             if starts[k] + (left - 1) * step >= factors[k]:
@@ -115,9 +115,9 @@ def _fit(cuts: list[int], dims: list[_Dim], rank: int, offset: int, total: int) 
                 if factors[k] % step or starts[k] >= step or left % count:
                     return None
             ranges[k] = Range(starts[k], count, step)
-            taken[k] = True
+            is_used[k] = True
             digits.append(k)
             left //= count
             k, step = k - 1, 1
-        merged[dim.index] = tuple(reversed(digits))
+        merged[dim.position] = tuple(reversed(digits))
     return Box(tuple(factors), tuple(weights), tuple(ranges), tuple(merged))

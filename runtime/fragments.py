@@ -125,27 +125,28 @@ def _describe(value: Any, key: list[str], found: list[Parameter]) -> None:
         key.append(f"{kind.__name__}:{value!r}")
 
 
-def _describe_results(result: Any, key: list[str]) -> None:
+def _describe_result(result: Any, key: list[str]) -> None:
     if result is None:
         key.append("-")
     elif type(result) is tuple:
         key.append("[")
         for item in result:
-            _describe_results(item, key)
+            _describe_result(item, key)
         key.append("]")
     else:
         key.append(tensor_type(result.sizes, result.dtype))
 
 
-def results_of(op: Op) -> Iterator[Result | Write]:
+def results_of(op: Op) -> list[Result | Write]:
     """Every array the op makes, in the order a lowering returns them: new tensors, then written arguments."""
+    made: list[Result | Write] = []
     for result in op.results:
-        if type(result) is tuple:
-            yield from (r for r in result if r is not None)
-        elif result is not None:
-            assert isinstance(result, Result)
-            yield result
-    yield from op.writes
+        if type(result) is Result:
+            made.append(result)
+        elif type(result) is tuple:
+            made += [r for r in result if r is not None]
+    made += op.writes
+    return made
 
 
 class Fragments:
@@ -162,9 +163,9 @@ class Fragments:
 
     def get(self, op: Op, arguments_key: str, precision: str) -> Fragment:
         """The op's fragment; an error while tracing names the op and its line."""
-        results: list[str] = []
-        for result in (op.results, op.writes):
-            _describe_results(result, results)
+        results = [tensor_type(w.sizes, w.dtype) for w in op.writes]
+        for result in op.results:
+            _describe_result(result, results)
         key = f"{op.name}({arguments_key})->({','.join(results)}) {precision}"
         fragment = self._known.get(key)
         if fragment is None:
@@ -191,8 +192,8 @@ class Fragments:
                 return _decode(stored)
             started = time.perf_counter()
             fragment = self._trace(op, entry, precision)
-            note = {"build_ms": round((time.perf_counter() - started) * 1e3, 3), "op": op.name}
-            self._store.put(disk_key, _encode(fragment), note)
+            build_ms = round((time.perf_counter() - started) * 1e3, 3)
+            self._store.put(disk_key, _encode(fragment), {"op": op.name, "build_ms": build_ms})
         except Exception as error:
             kind = NotImplementedError if isinstance(error, NotImplementedError) else RuntimeError
             raise kind(f"aten::{op.name} recorded at {op.line} cannot be lowered: {_one_line(error)}") from error

@@ -5,6 +5,7 @@ Its text is a function of the program, the platform and the lowerings alone: no 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from . import views
@@ -46,12 +47,13 @@ def lower(program: Program, fragments: Fragments, precision: str) -> Module:
 class _Call:
     """An op, its fragment, and the arrays it takes."""
 
-    __slots__ = ("fragment", "op", "parameters")
+    __slots__ = ("fragment", "made", "op", "parameters")
 
     def __init__(self, op: Op, fragment: Fragment, parameters: list[Parameter]) -> None:
         self.op = op
         self.fragment = fragment
         self.parameters = parameters
+        self.made = results_of(op)
 
 
 def _live_calls(program: Program, fragments: Fragments, precision: str) -> list[_Call]:
@@ -63,15 +65,16 @@ def _live_calls(program: Program, fragments: Fragments, precision: str) -> list[
     needed: set[int | None] = set(program.outputs)
     live = []
     for call in reversed(calls):
-        made = {r.value for r in results_of(call.op)}
-        if not call.fragment.checks and needed.isdisjoint(made):
+        if not call.fragment.checks and needed.isdisjoint([r.value for r in call.made]):
             continue
         live.append(call)
         for n in call.fragment.used:
             parameter = call.parameters[n]
             if type(parameter) is Operand:
                 needed.add(parameter.value)
-        needed.update(_written(call.op, w).value for w in call.op.writes if _needs_old(w))
+        for write in call.op.writes:
+            if _needs_old(write):
+                needed.add(_written(call.op, write).value)
     return live[::-1]
 
 
@@ -112,26 +115,29 @@ class _Writer:
     def add(self, call: _Call) -> None:
         """Adds an op: the views it reads, the call, and its results and writes."""
         op, fragment = call.op, call.fragment
-        arguments = {n: self._argument(call.parameters[n]) for n in fragment.used}
+        arguments = [self._argument(call.parameters[n]) for n in fragment.used]
         made: list[str] = [""] * len(fragment.forwards)
         if fragment.is_call:
-            made = self._call(op, fragment, list(arguments.values()))
+            made = self._call(op, fragment, arguments)
         for i, forwarded in enumerate(fragment.forwards):
             if forwarded is not None:
-                made[i] = arguments[forwarded]
+                made[i] = arguments[fragment.used.index(forwarded)]
         newest: dict[int | None, int] = {}
-        for target, name in zip(results_of(op), made, strict=True):
+        for target, name in zip(call.made, made, strict=True):
             if type(target) is Result:
-                view = View(target.sizes, target.strides, 0, target.dtype)
-                self._define(target.value, target.base, self._write(target.base, view, name, None, 0))
-            elif type(target) is Write:
-                self._define(target.value, target.base, self._apply(op, target, name, newest))
+                base = target.base
+                if target.sizes != base.shape or target.strides != _row_major(base.shape) or target.dtype != base.dtype:
+                    name = self._write(base, View(target.sizes, target.strides, 0, target.dtype), name, None, 0)
+            else:
+                base, name = target.base, self._apply(op, target, name, newest)
+            self._names[target.value] = name
+            self._layouts[target.value] = base
 
     def finish(self) -> Module:
         """The module's text, with its outputs, its checks and its donated inputs."""
         program = self._program
         outputs = [(self._names[v], tensor_type(*self._layouts[v])) for v in program.outputs]
-        avals = tuple(tuple(self._layouts[v]) for v in program.outputs)
+        avals = tuple((self._layouts[v].shape, self._layouts[v].dtype) for v in program.outputs)
         if self._check_names:
             outputs.append((self._first_failed(), "tensor<i32>"))
         donations = self._donations()
@@ -144,11 +150,7 @@ class _Writer:
         returned = f"    return {', '.join(n for n, _ in outputs)} : {types}" if outputs else "    return"
         head = f"  func.func public @main({', '.join(heads)}) -> ({types}) {{"
         text = "\n".join(["module @region {", head, *self._lines, returned, "  }", *self._functions.values(), "}", ""])
-        return Module(text, tuple(tuple(b) for b in program.inputs), avals, tuple(self._checks))
-
-    def _define(self, value: int, base: Base, name: str) -> None:
-        self._names[value] = name
-        self._layouts[value] = base
+        return Module(text, tuple((b.shape, b.dtype) for b in program.inputs), avals, tuple(self._checks))
 
     def _call(self, op: Op, fragment: Fragment, arguments: list[str]) -> list[str]:
         self._functions.setdefault(fragment.symbol, fragment.text)
@@ -244,6 +246,7 @@ class _Writer:
         return self._count
 
 
+@functools.lru_cache(maxsize=65536)
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):

@@ -134,7 +134,7 @@ class Client:
         assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous CPU tensors are uploaded"
         tensor = tensor.detach()
         if self.platform == "cpu":
-            capsule = torch.utils.dlpack.to_dlpack(tensor)
+            capsule = torch._C._to_dlpack(tensor)
             return _jax.dlpack_managed_tensor_to_buffer(capsule, self.devices[device], None)
         host = _numpy(tensor)
         aval = _aval(tuple(tensor.shape), tensor.dtype)
@@ -149,7 +149,7 @@ class Client:
         """A contiguous CPU tensor of the array's contents (on the CPU platform of its memory); waits for it."""
         self.wait(array)
         if self.platform == "cpu":
-            tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array))
+            tensor: torch.Tensor = torch._C._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array))
             return tensor
         return _from_numpy(np.asarray(array))
 

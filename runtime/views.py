@@ -131,9 +131,9 @@ def _read_box(lines: Lines, array: Value, box: Box, sizes: Shape) -> Value:
     order = [k for dim in box.dims for k in dim]
     if order != sorted(order):
         used = sorted(order)
-        value = lines.reshape(value, tuple(ranges[k].count for k in used))
+        value = lines.reshape(value, tuple(ranges[k].taken for k in used))
         value = lines.transpose(value, [used.index(k) for k in order])
-    value = lines.reshape(value, tuple(math.prod(ranges[k].count for k in dim) for dim in box.dims))
+    value = lines.reshape(value, tuple(math.prod(ranges[k].taken for k in dim) for dim in box.dims))
     return lines.broadcast(value, sizes)
 
 
@@ -162,9 +162,9 @@ def _write_box(lines: Lines, array: Value, new: Value, box: Box) -> Value:
     order = [k for dim in box.dims for k in dim]
     used = sorted(order)
     if order != used:
-        new = lines.reshape(new, tuple(ranges[k].count for k in order))
+        new = lines.reshape(new, tuple(ranges[k].taken for k in order))
         new = lines.transpose(new, [order.index(k) for k in used])
-    new = lines.reshape(new, tuple(r.count for r in ranges))
+    new = lines.reshape(new, tuple(r.taken for r in ranges))
     if box.is_whole:
         return new
     old = lines.reshape(array, box.factors)

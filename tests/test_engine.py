@@ -472,3 +472,10 @@ def test_registry_lowerings_run_through_the_engine() -> None:
         x.add_(torch.randn(3), alpha=2)
     check(engine, record, x)
     engine.close()
+
+
+def test_a_square_result_in_another_memory_order_is_transposed(engine: Engine) -> None:
+    with Record() as record:
+        y = record.input(torch.randn(3, 3)).t().neg()
+    program = check(engine, record, y)
+    assert program.ops[0].results[0].strides == (1, 3)
