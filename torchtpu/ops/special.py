@@ -93,9 +93,19 @@ def special_zeta(self, other):
 
 
 def _zeta(x: Any, q: Any) -> Any:
-    # The poles, q = 0, -1, ..., and infinite x are where XLA differs.
+    # XLA differs at the poles q = 0, -1, ..., where x is infinite, and where q is so negative that its first terms do
+    # not reach positive numbers: these are added up here, at most 65536 of them.
+    def more(state: Any) -> Any:
+        count, rest, _ = state
+        return (count < 65536) & ((rest < 0) & jnp.isfinite(rest)).any()
+
+    def add(state: Any) -> Any:
+        count, rest, total = state
+        return count + 1, jnp.where(rest < 0, rest + 1, rest), total + jnp.where(rest < 0, rest**-x, 0)
+
+    _, rest, total = lax.while_loop(more, add, (0, q, jnp.zeros_like(q)))
     far = jnp.where(q == 1, 1, jnp.where(q < 1, jnp.inf, jnp.nan))
-    value = jnp.where(x == jnp.inf, far, lax.zeta(x, q))
+    value = jnp.where(x == jnp.inf, far, total + lax.zeta(x, rest))
     value = jnp.where((q <= 0) & (q == jnp.floor(q)), jnp.inf, value)
     return jnp.where(x < 1, jnp.nan, jnp.where(x == 1, jnp.inf, value))
 
