@@ -1,0 +1,124 @@
+"""Matrix products: in come arrays of two or more dimensions, out go their contractions, accumulated as PyTorch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtpu.ops.registry import as_dtype, jax, jax_dtype, jnp, lax, lowering, opmath
+
+_SCALES = {"beta": (0.0, 1.0), "alpha": (1.0,)}
+
+
+def precision_of(dtype: Any, precision: str) -> Any:
+    """The XLA precision that `torch.set_float32_matmul_precision(precision)` asks for."""
+    if dtype not in (jnp.float32, jnp.complex64):
+        return None
+    return {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}[precision]
+
+
+def contract(x: Any, y: Any, over: Any, batch: Any, ctx: Any) -> Any:
+    """`lax.dot_general` of arrays of one dtype; float16 and bfloat16 accumulate in, and return, float32."""
+    half = x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating)
+    return lax.dot_general(
+        x,
+        y,
+        (over, batch),
+        precision=precision_of(x.dtype, ctx.precision),
+        preferred_element_type=jnp.float32 if half else x.dtype,
+    )
+
+
+def product(x: Any, y: Any, ctx: Any) -> Any:
+    """The matrix product of the last two dimensions (of the last one where `y` is a vector), batched over the others."""
+    batch = tuple(range(max(y.ndim - 2, 0)))
+    return contract(x, y, ((x.ndim - 1,), (len(batch),)), (batch, batch), ctx)
+
+
+def scaled(x: Any, factor: Any) -> Any:
+    """`x * factor` in `x`'s dtype; `factor` is a number that a program may take at run time."""
+    if isinstance(factor, (bool, int, float, complex)) and factor == 1:
+        return x
+    return x * jnp.asarray(factor).astype(x.dtype)
+
+
+def blend(beta: Any, self: Any, alpha: Any, made: Any) -> Any:
+    """`beta * self + alpha * made`, where `beta == 0` ignores `self`, even its NaNs."""
+    made = scaled(made, alpha)
+    if isinstance(beta, (bool, int, float, complex)) and beta == 0:
+        return made
+    return scaled(self.astype(made.dtype), beta) + made
+
+
+@lowering("mm", "bmm", "mv")
+def mm(self, mat2, *, ctx):
+    return product(self, mat2, ctx)
+
+
+@lowering("mm.dtype", "bmm.dtype")
+def mm_dtype(self, mat2, out_dtype, *, ctx):
+    return product(self, mat2, ctx)
+
+
+@lowering("_int_mm")
+def int_mm(self, mat2):
+    over = (((1,), (0,)), ((), ()))
+    return lax.dot_general(self, mat2, over, preferred_element_type=jnp.int32)
+
+
+@lowering("dot")
+def dot(self, tensor, *, ctx):
+    return contract(self, tensor, ((0,), (0,)), ((), ()), ctx)
+
+
+@lowering("vdot")
+def vdot(self, other, *, ctx):
+    return contract(self.conj(), other, ((0,), (0,)), ((), ()), ctx)
+
+
+@lowering("addmm", "baddbmm", "addmv", structural=_SCALES)
+def addmm(self, mat1, mat2, *, beta=1, alpha=1, ctx):
+    return blend(beta, self, alpha, product(mat1, mat2, ctx))
+
+
+@lowering("addmm.dtype", "baddbmm.dtype", structural=_SCALES)
+def addmm_dtype(self, mat1, mat2, out_dtype, *, beta=1, alpha=1, ctx):
+    return blend(beta, self, alpha, product(mat1, mat2, ctx).astype(jax_dtype(out_dtype)))
+
+
+@lowering("addbmm", structural=_SCALES)
+def addbmm(self, batch1, batch2, *, beta=1, alpha=1, ctx):
+    return blend(beta, self, alpha, contract(batch1, batch2, ((0, 2), (0, 1)), ((), ()), ctx))
+
+
+@lowering("_addmm_activation", structural=_SCALES)
+def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False, ctx):
+    made = blend(beta, self, alpha, product(mat1, mat2, ctx))
+    return jax.nn.gelu(made, approximate=False) if use_gelu else jax.nn.relu(made)
+
+
+@lowering("addr", structural=_SCALES)
+def addr(self, vec1, vec2, *, beta=1, alpha=1, ctx):
+    self, vec1, vec2 = (as_dtype(x, ctx.results[0][1]) for x in (self, vec1, vec2))
+    if self.dtype == bool:
+        made = vec1[:, None] & vec2[None, :] & bool(alpha)
+        return made | self if beta else made
+    return blend(beta, opmath(self), alpha, opmath(vec1)[:, None] * opmath(vec2)[None, :])
+
+
+@lowering("linear")
+def linear(input, weight, bias=None, *, ctx):
+    # Contracts the weight's own last dimension: XLA:CPU would copy a transposed weight in every call.
+    made = contract(input, weight, ((input.ndim - 1,), (weight.ndim - 1,)), ((), ()), ctx)
+    return made if bias is None else made + bias.astype(made.dtype)
+
+
+@lowering("linear_backward")
+def linear_backward(self, grad_output, weight, output_mask, *, ctx):
+    rows = tuple(range(self.ndim - 1))
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        grad_input = contract(grad_output, weight, ((grad_output.ndim - 1,), (0,)), ((), ()), ctx)
+    if output_mask[1] or output_mask[2]:  # the meta kernel promises both together
+        grad_weight = contract(grad_output, self, (rows, rows), ((), ()), ctx)
+        grad_bias = opmath(grad_output).sum(rows)
+    return grad_input, grad_weight, grad_bias
