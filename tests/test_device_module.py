@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtpu import config, metrics
+from torchtpu import config, fallback, metrics
 
 EXPECTED = (
     "is_available device_count current_device set_device device device_of synchronize get_device_properties "
@@ -101,6 +101,8 @@ def test_memory_follows_the_buffers():
     free, total = torch.tpu.mem_get_info()
     assert free == total - before
     assert f"tpu:{torch.tpu.current_device()}" in torch.tpu.memory_summary()
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated("tpu:0") == torch.tpu.max_memory_allocated()
 
 
 def test_the_memory_fraction_becomes_a_limit():
@@ -124,8 +126,10 @@ def test_events_measure_time_in_order():
     assert y[0, 0].item() == 64
     untimed = torch.tpu.Event()
     untimed.record()
-    untimed.wait()
+    untimed.wait(torch.tpu.Stream())
+    torch.tpu.Stream().record_event(untimed)
     untimed.synchronize()
+    assert isinstance(untimed, torch.tpu.Event)
     with pytest.raises(ValueError, match="enable_timing=True"):
         untimed.elapsed_time(end)
 
@@ -255,18 +259,35 @@ def test_exit_with_work_pending_is_quiet():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_a_fallback_is_counted_and_warned_once():
+@pytest.fixture(scope="module")
+def unlowered():
+    """An op that has a CPU kernel and no lowering."""
+    library = torch.library.Library("torchtpu_test", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    yield torch.ops.torchtpu_test.twice
+    library._destroy()
+
+
+def test_a_fallback_is_counted_and_warned_once(unlowered):
     x = torch.tensor([3.0, 1.0, 2.0], device="tpu")
+    fallback.reset()
     with pytest.warns(
-        UserWarning, match=r"aten::\S+.*: no lowering; ran on CPU \(.* moved\) at .*test_device_module.py:\d+"
-    ):
-        torch.special.bessel_j0(x)
-    torch.special.bessel_j0(x)
+        UserWarning, match=r"\S+::twice.*: no lowering; ran on CPU \(12 B moved\) at .*\.py:\d+"
+    ) as caught:
+        unlowered(x)
+    assert caught[0].filename == __file__
+    assert unlowered(x).tolist() == [6, 2, 4]
     counts = torch.tpu.cpu_fallback_counts()
-    assert [n for name, n in counts.items() if "bessel_j0" in name] == [2]
+    assert [n for name, n in counts.items() if "twice" in name] == [2]
     assert metrics.snapshot()["cpu_fallbacks"] == counts
-    with config.using(fallback="error"), pytest.raises(NotImplementedError, match=r"bessel_j0.*no lowering"):
-        torch.special.bessel_j0(x)
+    with config.using(fallback="error"), pytest.raises(NotImplementedError, match=r"twice.*no lowering"):
+        unlowered(x)
+
+
+def test_sparse_tensors_are_refused_in_plain_words():
+    with pytest.raises(NotImplementedError, match=r"sparse tensors are not supported on tpu"):
+        torch.sparse_coo_tensor([[0]], [1.0], (2,), device="tpu")
 
 
 def test_metrics_have_the_promised_names():

@@ -29,7 +29,7 @@ def autoload() -> None:
     for name, module in (("amp", amp), ("memory", memory), ("random", rng), ("streams", streams)):
         sys.modules[f"torch.tpu.{name}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (formatting, interop, serialization, dynamo):
+    for part in (formatting, interop, memory, serialization, dynamo):
         part.install()
     startup.start()
     config.warn_unknown()

@@ -47,6 +47,8 @@ class DeviceProperties:
 
 # ---- availability and start
 
+_initialized = True  # torch.utils.checkpoint keeps random states of modules that say so
+
 
 def is_available() -> bool:
     """True: with no accelerator at hand, programs run on the host's CPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections import Counter
@@ -16,22 +17,27 @@ _moved: Counter[str] = Counter()  # bytes; guarded by _lock
 
 
 def report(name: str, line: str, nbytes: int) -> None:
-    """Counts a call of `name` ("kthvalue (int64)", no namespace) at `line` that moves `nbytes` between host and device.
+    """Counts a call of `name` ("kthvalue (int64)") at `line` that moves `nbytes` between host and device.
 
     Warns at the first call of an op, or raises NotImplementedError, as TORCHTPU_FALLBACK says.
     """
     choice = config.get("fallback")
+    name = name if "::" in name else f"aten::{name}"
+    file, _, number = line.rpartition(":")
+    place = f"{os.path.relpath(file)}:{number}" if file.startswith(os.getcwd() + os.sep) else line
     if choice == "error":
-        raise NotImplementedError(f"aten::{name}: no lowering, at {line}. TORCHTPU_FALLBACK=warn runs it on the CPU.")
+        raise NotImplementedError(f"{name}: no lowering, at {place}. TORCHTPU_FALLBACK=warn runs it on the CPU.")
     with _lock:
         is_first = name not in _counts
         _counts[name] += 1
         _moved[name] += nbytes
     if is_first and choice == "warn":
-        warnings.warn(
-            f"aten::{name}: no lowering; ran on CPU ({_size(nbytes)} moved) at {line}. "
+        warnings.warn_explicit(
+            f"{name}: no lowering; ran on CPU ({_size(nbytes)} moved) at {place}. "
             "TORCHTPU_FALLBACK=error turns this into an error.",
-            stacklevel=2,
+            UserWarning,
+            file or "<unknown>",
+            int(number) if number.isdigit() else 0,
         )
 
 

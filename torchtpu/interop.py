@@ -29,14 +29,9 @@ def is_recorded(value: Any) -> bool:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The recorded tensor's value as a detached CPU tensor of its sizes and strides; records no op.
-
-    The result may share memory with the device and must not be written to.
-    """
+    """The recorded tensor's value as a CPU tensor of its own, detached, with its sizes and strides; records no op."""
     host: torch.Tensor = _C.to_host(tensor.detach())
-    if tensor.is_conj() != host.is_conj():
-        host = host.conj()
-    return torch._neg_view(host) if tensor.is_neg() != host.is_neg() else host
+    return host
 
 
 def install() -> None:
@@ -68,8 +63,7 @@ def _dlpack(original: Any) -> Any:
             raise BufferError("Can't export a tpu tensor without a copy to the host")
         if dl_device is not None and tuple(dl_device) != (DLDeviceType.kDLCPU, 0):
             raise BufferError(f"Can't export a tpu tensor to the DLPack device {tuple(dl_device)}, only to the host")
-        private = host_copy(self).clone(memory_format=torch.preserve_format)
-        return original(private, stream=None, max_version=max_version)
+        return original(host_copy(self), stream=None, max_version=max_version)
 
     return __dlpack__
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from torchtpu import config
 from torchtpu.rng import device_index
 from torchtpu.runtime import _C
@@ -35,6 +37,23 @@ __all__ = [
     "reset_peak_memory_stats",
     "set_per_process_memory_fraction",
 ]
+
+
+def install() -> None:
+    """Gives torch.accelerator the same answers: its own come from an allocator in C++, which this device has not."""
+    for name in (
+        "empty_cache",
+        "get_memory_info",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "memory_allocated",
+        "memory_reserved",
+        "memory_stats",
+        "reset_accumulated_memory_stats",
+        "reset_peak_memory_stats",
+    ):
+        setattr(torch.accelerator, name, globals()[name])
+        setattr(torch.accelerator.memory, name, globals()[name])
 
 
 def memory_allocated(device: Any = None) -> int:

@@ -29,21 +29,18 @@ class Stream(torch.Stream):
         return f"<torch.tpu.Stream device={self.device} id={self.stream_id}>"
 
 
-class Event(torch.Event):
-    """A place in a device's program order."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Self:
+class _EventKind(type):
+    def __call__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
         if interprocess:
-            raise NotImplementedError(
-                "torch.tpu.Event(interprocess=True): tpu events cannot be shared between processes"
-            )
-        return super().__new__(cls, device="tpu", enable_timing=enable_timing, blocking=blocking)
+            raise NotImplementedError("torch.tpu.Event(interprocess=True): tpu events are not shared between processes")
+        return torch.Event("tpu", enable_timing=enable_timing, blocking=blocking)
 
-    def ipc_handle(self) -> bytes:
-        raise NotImplementedError("torch.tpu.Event.ipc_handle: tpu events cannot be shared between processes")
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Event) and instance.device.type == "tpu"
 
-    def __repr__(self) -> str:
-        return f"<torch.tpu.Event {self.event_id:#x}>"
+
+class Event(metaclass=_EventKind):
+    """A place in a device's program order: makes a torch.Event, for torch takes no subclass of it everywhere."""
 
 
 class StreamContext:
