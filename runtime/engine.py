@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -70,28 +71,45 @@ class Engine:
 
     def plan(self, plan: Any) -> None:
         """Lowers the plan's program here and compiles it in a worker, which then tells the plan."""
-        device = plan.device
         try:
-            program = plan.program
-            self._log_program("cluster", str, program)
-            module = lower(program, self.fragments, torch.get_float32_matmul_precision())
-            self._log_program("stablehlo", lambda m: m.text, module)
-            key = program_key(module.text, self._target, options=self.client.options(device))
-            flight = self.compiler.submit(module.text, key, device)
+            program, device = plan.program, plan.device
+            if "cluster" in self._knob("log"):
+                log.write(str(program))
+            module, about, flight = self._submit(program, device, is_flat=False)
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             plan.failed(error)
             return
         self.counters.regions_planned += 1
-        about = About(key.digest, program.line, len(program.ops), len(program.donated), _largest(program))
-        flight.add_done_callback(lambda done: self._planned(plan, module, about, done))
 
-    def _planned(self, plan: Any, module: Module, about: About, done: Future[Loaded]) -> None:
-        try:
-            executable = Executable(self.client, module, done.result(), plan.device, about)
-        except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
-            plan.failed(_explained(error, about))
-        else:
-            plan.ready(executable)
+        def tell(done: Future[Loaded]) -> None:
+            try:
+                executable = self._executable(program, device, module, about, done)
+            except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
+                plan.failed(_explained(error, about))
+            else:
+                plan.ready(executable)
+
+        flight.add_done_callback(tell)
+
+    def _submit(self, program: Program, device: int, *, is_flat: bool) -> tuple[Module, About, Future[Loaded]]:
+        started = time.perf_counter()
+        module = lower(program, self.fragments, torch.get_float32_matmul_precision(), is_flat=is_flat)
+        key = program_key(module.text, self._target, options=self.client.options(device))
+        self.counters.lower_ms += (time.perf_counter() - started) * 1e3
+        if "stablehlo" in self._knob("log"):
+            log.write(module.text)
+        about = About(key.digest, program.line, len(program.ops), len(program.donated), _largest(program))
+        return module, about, self.compiler.submit(module.text, key, device)
+
+    def _executable(
+        self, program: Program, device: int, module: Module, about: About, done: Future[Loaded]
+    ) -> Executable:
+        def make_flat() -> Executable:
+            self.counters.offset_variants += 1
+            flat, flat_about, flight = self._submit(program, device, is_flat=True)
+            return Executable(self.client, flat, flight.result(), device, flat_about, _refuse)
+
+        return Executable(self.client, module, done.result(), device, about, make_flat if module.offsets else _refuse)
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """An array with the contents of a contiguous CPU tensor, which nobody changes afterwards."""
@@ -126,9 +144,9 @@ class Engine:
         """What the platform calls the device."""
         return self.client.device_name(device)
 
-    def _log_program(self, topic: str, show: Callable[[Any], str], what: Any) -> None:
-        if topic in self._knob("log"):
-            log.write(show(what))
+
+def _refuse() -> Executable:
+    raise AssertionError("a program without run-time offsets has no variant for them")
 
 
 def _largest(program: Program) -> str:

@@ -37,9 +37,17 @@ class About(NamedTuple):
 class Executable:
     """What a plan is given: a loaded program with all that a launch needs of it."""
 
-    __slots__ = ("about", "checks", "handlers", "is_fresh", "loaded", "module", "run")
+    __slots__ = ("_flat", "_make_flat", "about", "checks", "handlers", "is_fresh", "loaded", "module", "run")
 
-    def __init__(self, client: Client, module: Module, loaded: Loaded, device: int, about: About) -> None:
+    def __init__(
+        self,
+        client: Client,
+        module: Module,
+        loaded: Loaded,
+        device: int,
+        about: About,
+        make_flat: Callable[[], Executable],
+    ) -> None:
         outputs = list(module.outputs) + ([((), torch.int32)] if module.checks else [])
         self.module = module
         self.loaded = loaded
@@ -48,6 +56,18 @@ class Executable:
         self.handlers = client.handlers(outputs, device)
         self.checks = module.checks
         self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
+        self._make_flat = make_flat
+        self._flat: Executable | None = None
+
+    def at(self, ints: list[int]) -> Executable:
+        """The program for these run-time ints: this one, or the one that takes nothing for granted of offsets."""
+        for index, digits in self.module.offsets.items():
+            offset = ints[index]
+            for weight, size, limit in digits:
+                if offset // weight % size > limit:
+                    self._flat = self._flat or self._make_flat()
+                    return self._flat
+        return self
 
     @property
     def needed_bytes(self) -> int:
@@ -93,6 +113,8 @@ class Executor:
 
     def _run(self, work: Any) -> tuple[list[Any], Guard | None]:
         client, executable, device = self._client, work.executable, work.device
+        if executable.module.offsets:
+            executable = executable.at(work.ints.tolist())
         arguments = work.inputs()
         for numbers in (work.floats, work.ints):
             if numbers is not None:

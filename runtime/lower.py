@@ -6,13 +6,14 @@ Its text is a function of the program, the platform and the lowerings alone: no 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import views
 from .fragments import Aval, Fragment, Fragments, Parameter, parameters, results_of
 from .hlo import tensor_type
 from .region import Base, Lifted, Op, Operand, Program, Result, Write
-from .views import View
+from .views import Digit, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +28,25 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A program's text. If it has `checks`, the number of the first that failed (-1: none) follows its `outputs`."""
+    """A program's text. If it has `checks`, the number of the first that failed (-1: none) follows its `outputs`.
+
+    `offsets` is what it takes for granted of its run-time ints, by their index.
+    """
 
     text: str
     inputs: tuple[Aval, ...]
     outputs: tuple[Aval, ...]
     checks: tuple[Check, ...]
+    offsets: Mapping[int, frozenset[Digit]]
 
 
-def lower(program: Program, fragments: Fragments, precision: str) -> Module:
-    """The program's module; raises an error that names op and line where an op cannot be lowered."""
+def lower(program: Program, fragments: Fragments, precision: str, *, is_flat: bool = False) -> Module:
+    """The program's module; raises an error that names op and line where an op cannot be lowered.
+
+    With `is_flat` nothing is taken for granted of run-time offsets; views at them are slower.
+    """
     live = _live_calls(program, fragments, precision)
-    writer = _Writer(program)
+    writer = _Writer(program, is_flat)
     for call in live:
         writer.add(call)
     return writer.finish()
@@ -99,8 +107,10 @@ def _written(op: Op, write: Write) -> Operand:
 class _Writer:
     """Writes main's lines. `names` and `layouts` hold, per value, its name in the text and the array it is."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, is_flat: bool) -> None:
         self._program = program
+        self._is_flat = is_flat
+        self._offsets: dict[int, frozenset[Digit]] = {}
         self._lines: list[str] = []
         self._functions: dict[str, str] = {}
         self._checks: list[Check] = []
@@ -125,13 +135,10 @@ class _Writer:
         newest: dict[int | None, int] = {}
         for target, name in zip(call.made, made, strict=True):
             if type(target) is Result:
-                base = target.base
-                if target.sizes != base.shape or target.strides != _row_major(base.shape) or target.dtype != base.dtype:
-                    name = self._write(base, View(target.sizes, target.strides, 0, target.dtype), name, None, 0)
+                self._names[target.value] = name if _is_row_major(target) else self._laid_out(target, name)
             else:
-                base, name = target.base, self._apply(op, target, name, newest)
-            self._names[target.value] = name
-            self._layouts[target.value] = base
+                self._names[target.value] = self._apply(op, target, name, newest)
+            self._layouts[target.value] = target.base
 
     def finish(self) -> Module:
         """The module's text, with its outputs, its checks and its donated inputs."""
@@ -150,7 +157,9 @@ class _Writer:
         returned = f"    return {', '.join(n for n, _ in outputs)} : {types}" if outputs else "    return"
         head = f"  func.func public @main({', '.join(heads)}) -> ({types}) {{"
         text = "\n".join(["module @region {", head, *self._lines, returned, "  }", *self._functions.values(), "}", ""])
-        return Module(text, tuple((b.shape, b.dtype) for b in program.inputs), avals, tuple(self._checks))
+        return Module(
+            text, tuple((b.shape, b.dtype) for b in program.inputs), avals, tuple(self._checks), self._offsets
+        )
 
     def _call(self, op: Op, fragment: Fragment, arguments: list[str]) -> list[str]:
         self._functions.setdefault(fragment.symbol, fragment.text)
@@ -174,8 +183,21 @@ class _Writer:
         if name is None:
             base = None if parameter.value is None else self._layouts[parameter.value]
             array = "" if parameter.value is None else self._names[parameter.value]
-            name = self._read[key] = self._paste(views.read(base, view), array, "", parameter.offset)
+            snippet = views.read(base, view, is_flat=self._takes_flat(base, view, parameter.offset))
+            name = self._read[key] = self._paste(snippet, array, "", parameter.offset)
         return name
+
+    def _takes_flat(self, base: Base | None, view: View, offset: int | Lifted) -> bool:
+        """Whether a view is taken at any run-time offset; else what it takes for granted is noted."""
+        if base is None or type(offset) is not Lifted or self._is_flat:
+            return self._is_flat and view.offset is None
+        known = self._offsets.get(offset.index, frozenset())
+        self._offsets[offset.index] = known.union(views.digits(base, view))
+        return False
+
+    def _laid_out(self, result: Result, new: str) -> str:
+        """A new tensor's array, whose dimensions are in memory order."""
+        return self._write(result.base, View(result.sizes, result.strides, 0, result.dtype), new, None, 0)
 
     def _apply(self, op: Op, write: Write, new: str, newest: dict[int | None, int]) -> str:
         """The array after a write. `newest` follows values that this op has already written to."""
@@ -196,7 +218,8 @@ class _Writer:
             if layout != base:
                 whole = View(base.shape, _row_major(base.shape), 0, base.dtype)
                 array = self._paste(views.read(layout, whole), array, "", 0)
-        return self._paste(views.write(base, view, old is None), array, new, offset)
+        is_flat = self._takes_flat(base, view, offset)
+        return self._paste(views.write(base, view, is_fresh=old is None, is_flat=is_flat), array, new, offset)
 
     def _paste(self, snippet: views.Snippet, array: str, new: str, offset: int | Lifted) -> str:
         start = self._number(offset) if type(offset) is Lifted else ""
@@ -244,6 +267,11 @@ class _Writer:
     def _next(self) -> int:
         self._count += 1
         return self._count
+
+
+def _is_row_major(result: Result) -> bool:
+    base = result.base
+    return result.sizes == base.shape and result.dtype == base.dtype and result.strides == _row_major(base.shape)
 
 
 @functools.lru_cache(maxsize=65536)

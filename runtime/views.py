@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from .box import Box, Shape, find_box
-from .hlo import Lines, Value, tensor_type
+from .casts import as_dtype, cast, cast_back, flatten
+from .hlo import Lines, Value
 from .region import Base
 
 _ARRAY, _NEW, _OFFSET = "%X", "%Y", "%I"
@@ -42,25 +43,50 @@ class Snippet(NamedTuple):
         return text, result.replace("%t", prefix).replace(_ARRAY, array).replace(_NEW, new)
 
 
+class Digit(NamedTuple):
+    """A condition on a run-time offset: `offset // weight % size <= limit`."""
+
+    weight: int
+    size: int
+    limit: int
+
+
 @functools.lru_cache(maxsize=65536)
-def read(base: Base | None, view: View) -> Snippet:
-    """The lines that read `view` of an array laid out as `base`, or zeros where the array was never written."""
+def digits(base: Base, view: View) -> tuple[Digit, ...]:
+    """The conditions under which a view at a run-time offset is a box of the array; none where it is not taken as one.
+
+    Whoever cannot show that they hold reads and writes with `is_flat`, which is right for every offset.
+    """
+    if 0 in view.sizes:
+        return ()
+    box = find_box(as_dtype(Value("", *base), view.dtype).shape, view.sizes, view.strides, 0)
+    if box is None:
+        return ()
+    rows = zip(box.weights, box.factors, box.ranges, strict=True)
+    return tuple(Digit(weight, size, size - taken.extent) for weight, size, taken in rows)
+
+
+@functools.lru_cache(maxsize=65536)
+def read(base: Base | None, view: View, *, is_flat: bool = False) -> Snippet:
+    """The lines that read `view` of an array laid out as `base`, or zeros where the array was never written.
+
+    A run-time offset has to meet `digits(base, view)` unless `is_flat`.
+    """
     lines = Lines()
     if base is None or 0 in view.sizes:
         return _snippet(lines, lines.constant(0, view.sizes, view.dtype))
-    array = _cast(lines, Value(_ARRAY, base.shape, base.dtype), view.dtype)
+    array = cast(lines, Value(_ARRAY, base.shape, base.dtype), view.dtype)
     if view.offset is None:
-        flat = _flatten(lines, array)
-        span = _span(view)
-        array = lines.dynamic_slice(flat, [_offset()], (span,))
-    return _snippet(lines, _read(lines, array, view.sizes, view.strides, view.offset or 0))
+        return _snippet(lines, _read_at(lines, array, view, is_flat=is_flat))
+    return _snippet(lines, _read(lines, array, view.sizes, view.strides, view.offset))
 
 
 @functools.lru_cache(maxsize=65536)
-def write(base: Base, view: View, is_fresh: bool) -> Snippet:
+def write(base: Base, view: View, *, is_fresh: bool = False, is_flat: bool = False) -> Snippet:
     """The lines that put `%Y`, of shape `view.sizes`, into `view` of an array laid out as `base`.
 
-    Where `is_fresh` there is no old array: elements outside the view are zero.
+    Where `is_fresh` there is no old array: elements outside the view are zero. A run-time offset has to meet
+    `digits(base, view)` unless `is_flat`.
     """
     lines = Lines()
     new = Value(_NEW, view.sizes, view.dtype)
@@ -68,16 +94,12 @@ def write(base: Base, view: View, is_fresh: bool) -> Snippet:
     old = lines.constant(0, base.shape, base.dtype) if is_fresh and not is_covered else Value(_ARRAY, *base)
     if 0 in view.sizes:
         return _snippet(lines, old)
-    array = _as_dtype(old, view.dtype) if is_covered else _cast(lines, old, view.dtype)
+    array = as_dtype(old, view.dtype) if is_covered else cast(lines, old, view.dtype)
     if view.offset is None:
-        flat = _flatten(lines, array)
-        span = lines.dynamic_slice(flat, [_offset()], (_span(view),))
-        span = _write(lines, span, new, view.sizes, view.strides, 0)
-        flat = lines.dynamic_update_slice(flat, span, [_offset()])
-        result = lines.reshape(flat, array.shape)
+        result = _write_at(lines, array, new, view, is_flat=is_flat)
     else:
         result = _write(lines, array, new, view.sizes, view.strides, view.offset)
-    return _snippet(lines, _cast_back(lines, result, old))
+    return _snippet(lines, cast_back(lines, result, old))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -88,12 +110,42 @@ def covers(base: Base, view: View) -> bool:
     total = math.prod(base.shape) * base.dtype.itemsize
     if math.prod(view.sizes) * view.dtype.itemsize != total:
         return False
-    box = find_box(_as_dtype(Value("", *base), view.dtype).shape, view.sizes, view.strides, view.offset)
+    box = find_box(as_dtype(Value("", *base), view.dtype).shape, view.sizes, view.strides, view.offset)
     return box is not None and box.is_whole
 
 
 def _snippet(lines: Lines, result: Value) -> Snippet:
     return Snippet("\n".join(lines.lines), result.name)
+
+
+def _read_at(lines: Lines, array: Value, view: View, *, is_flat: bool) -> Value:
+    """A read at the run-time offset."""
+    sizes, strides = view.sizes, view.strides
+    box = None if is_flat else find_box(array.shape, sizes, strides, 0)
+    if box is None:
+        part = lines.dynamic_slice(flatten(lines, array), [_offset()], (_span(view),))
+        return _read(lines, part, sizes, strides, 0)
+    extents = tuple(r.extent for r in box.ranges)
+    part = lines.dynamic_slice(lines.reshape(array, box.factors), _starts(lines, box), extents)
+    return _read_box(lines, part, box._replace(factors=extents), sizes)
+
+
+def _write_at(lines: Lines, array: Value, new: Value, view: View, *, is_flat: bool) -> Value:
+    """A write at the run-time offset: the part that the view spans is read, written to and put back."""
+    sizes, strides = view.sizes, view.strides
+    box = None if is_flat else find_box(array.shape, sizes, strides, 0)
+    if box is None:
+        flat, starts = flatten(lines, array), [_offset()]
+        part = lines.dynamic_slice(flat, starts, (_span(view),))
+        part = _write(lines, part, new, sizes, strides, 0)
+    else:
+        flat, starts = lines.reshape(array, box.factors), _starts(lines, box)
+        extents = tuple(r.extent for r in box.ranges)
+        inner = box._replace(factors=extents)
+        # Where the view is dense, the old part is not needed.
+        part = flat if inner.is_whole else lines.dynamic_slice(flat, starts, extents)
+        part = _write_box(lines, part, new, inner)
+    return lines.reshape(lines.dynamic_update_slice(flat, part, starts), array.shape)
 
 
 def _offset() -> Value:
@@ -104,8 +156,17 @@ def _span(view: View) -> int:
     return 1 + sum((n - 1) * st for n, st in zip(view.sizes, view.strides, strict=True))
 
 
-def _flatten(lines: Lines, array: Value) -> Value:
-    return lines.reshape(array, (math.prod(array.shape),))
+def _starts(lines: Lines, box: Box) -> list[Value]:
+    """The run-time offset's digits, of those factors that the view does not cover."""
+    number = functools.cache(lambda n: lines.constant(n, (), torch.int64))
+    starts = []
+    for k, (weight, factor, taken) in enumerate(zip(box.weights, box.factors, box.ranges, strict=True)):
+        start = number(0)
+        if taken.extent < factor:
+            start = _offset() if weight == 1 else lines.binary("divide", _offset(), number(weight))
+            start = start if k == 0 else lines.binary("remainder", start, number(factor))
+        starts.append(start)
+    return starts
 
 
 def _read(lines: Lines, array: Value, sizes: Shape, strides: Shape, offset: int) -> Value:
@@ -113,10 +174,10 @@ def _read(lines: Lines, array: Value, sizes: Shape, strides: Shape, offset: int)
     if box is None:
         inner, padded = _padded(array.shape, sizes, strides, offset)
         if padded is None:
-            flat = _flatten(lines, array)
+            flat = flatten(lines, array)
             taken = lines.take(flat, lines.strided_indices(sizes, strides, offset, _index_dtype(flat)))
             return lines.reshape(taken, sizes)
-        flat = lines.slice(_flatten(lines, array), (offset,), (offset + inner,), (1,))
+        flat = lines.slice(flatten(lines, array), (offset,), (offset + inner,), (1,))
         zero = lines.constant(0, (), array.dtype)
         array, box = lines.pad(flat, zero, (0,), (math.prod(padded.factors) - inner,), (0,)), padded
     return _read_box(lines, array, box, sizes)
@@ -141,7 +202,7 @@ def _write(lines: Lines, array: Value, new: Value, sizes: Shape, strides: Shape,
     box = find_box(array.shape, sizes, strides, offset)
     if box is not None:
         return lines.reshape(_write_box(lines, array, new, box), array.shape)
-    flat = _flatten(lines, array)
+    flat = flatten(lines, array)
     inner, padded = _padded(array.shape, sizes, strides, offset)
     if padded is None:
         indices = lines.strided_indices(sizes, strides, offset, _index_dtype(flat))
@@ -199,96 +260,3 @@ def _constants(lines: Lines, numbers: Sequence[int], shape: Shape) -> list[Value
 
 def _index_dtype(flat: Value) -> torch.dtype:
     return torch.int32 if flat.shape[0] < 2**31 else torch.int64
-
-
-# Reading the bytes of an array as another element type: complex -> its parts, bool -> uint8, bitcast, then back up.
-
-
-def _plain(dtype: torch.dtype) -> torch.dtype:
-    """The element type whose bits XLA can reinterpret: the parts of complex numbers, bytes for bool."""
-    return torch.uint8 if dtype == torch.bool else dtype.to_real() if dtype.is_complex else dtype
-
-
-def _as_dtype(array: Value, dtype: torch.dtype) -> Value:
-    """The name and shape `array` has as another element type (without lines)."""
-    if array.dtype == dtype:
-        return array
-    return _cast(Lines(), array, dtype)._replace(name=array.name)
-
-
-def _cast(lines: Lines, array: Value, dtype: torch.dtype) -> Value:
-    """The row-major bytes of `array` as an array of `dtype`; bytes after the last whole element are dropped."""
-    if array.dtype == dtype:
-        return array
-    array = _to_plain(lines, array)
-    array = _bitcast(lines, array, _plain(dtype))
-    return _from_plain(lines, array, dtype)
-
-
-def _cast_back(lines: Lines, changed: Value, old: Value) -> Value:
-    """`changed`, which is `old` cast to another element type and written to, as `old`'s element type and shape."""
-    if changed.dtype == old.dtype:
-        return changed
-    count, total = math.prod(changed.shape) * changed.dtype.itemsize, math.prod(old.shape) * old.dtype.itemsize
-    value = _cast(lines, changed, old.dtype)
-    if count != total:
-        tail = _flatten(lines, _to_plain(lines, old))
-        value = _flatten(lines, _to_plain(lines, value))
-        tail = lines.slice(tail, value.shape, tail.shape, (1,))
-        value = _from_plain(lines, lines.concatenate([value, tail], 0), old.dtype)
-    return lines.reshape(value, old.shape)
-
-
-def _to_plain(lines: Lines, array: Value) -> Value:
-    if array.dtype == torch.bool:
-        return lines.unary("convert", array, torch.uint8)
-    if array.dtype.is_complex:
-        part = array.dtype.to_real()
-        pair = [lines.reshape(lines.unary(p, array, part), (*array.shape, 1)) for p in ("real", "imag")]
-        return _merge_last(lines, lines.concatenate(pair, len(array.shape)))
-    return array
-
-
-def _from_plain(lines: Lines, array: Value, dtype: torch.dtype) -> Value:
-    if dtype == torch.bool:
-        return lines.is_nonzero(array)
-    if dtype.is_complex:
-        pairs = _split_last(lines, array, 2)
-        rank, ends = len(pairs.shape), pairs.shape[:-1]
-        starts = (0,) * (rank - 1)
-        real = lines.slice(pairs, (*starts, 0), (*ends, 1), (1,) * rank)
-        imag = lines.slice(pairs, (*starts, 1), (*ends, 2), (1,) * rank)
-        return lines.complex(lines.reshape(real, ends), lines.reshape(imag, ends), dtype)
-    return array
-
-
-def _bitcast(lines: Lines, array: Value, dtype: torch.dtype) -> Value:
-    have, want = array.dtype.itemsize, dtype.itemsize
-    if have == want:
-        return array if array.dtype == dtype else lines.bitcast(array, array.shape, dtype)
-    if have > want:
-        return _merge_last(lines, lines.bitcast(array, (*array.shape, have // want), dtype))
-    pairs = _split_last(lines, array, want // have)
-    return lines.bitcast(pairs, pairs.shape[:-1], dtype)
-
-
-def _merge_last(lines: Lines, array: Value) -> Value:
-    """The last two dimensions as one; a 0-dim array's new dimension stays."""
-    if len(array.shape) == 1:
-        return array
-    return lines.reshape(array, (*array.shape[:-2], array.shape[-2] * array.shape[-1]))
-
-
-def _split_last(lines: Lines, array: Value, ratio: int) -> Value:
-    """The last dimension as groups of `ratio`; an array whose last dimension does not divide is flattened and cut."""
-    if array.shape and array.shape[-1] % ratio == 0:
-        return lines.reshape(array, (*array.shape[:-1], array.shape[-1] // ratio, ratio))
-    flat = _flatten(lines, array)
-    count = flat.shape[0] // ratio
-    flat = lines.slice(flat, (0,), (count * ratio,), (1,))
-    return lines.reshape(flat, (count, ratio))
-
-
-def type_of(view: View) -> str:
-    """The type of what the view reads."""
-    return tensor_type(view.sizes, view.dtype)

@@ -260,20 +260,58 @@ def test_a_lifted_float_is_weakly_typed_and_a_tensor_number_is_not(engine: Engin
         assert torch.equal(got, torch.full((2,), 1.5, dtype=dtype))
 
 
+def lift_offsets(record: Record, output: torch.Tensor) -> Program:
+    """The program of one in-place op with the offsets of its two arguments as run-time inputs."""
+    (op,) = record.ops
+    written, read = (replace(a, offset=Lifted("i", i)) for i, a in enumerate(op.args[:2]))
+    write = replace(op.writes[0], offset=written.offset)
+    return replace(record.program(output), ops=(replace(op, args=(written, read), writes=(write,)),), ints=2)
+
+
 def test_a_lifted_offset_reads_and_writes_at_run_time(engine: Engine) -> None:
     with Record() as record:
         x = record.input(torch.arange(12.0).view(4, 3))
         x[2].mul_(x[1])
-    op = record.ops[0]
-    read, written = (replace(a, offset=Lifted("i", i)) for i, a in enumerate((op.args[1], op.args[0])))
-    write = replace(op.writes[0], offset=written.offset)
-    program = replace(record.program(x), ops=(replace(op, args=(written, read), writes=(write,)),), ints=2)
+    program = lift_offsets(record, x)
     for source, target in ((1, 2), (3, 0)):
         base = torch.arange(12.0).view(4, 3)
         want = base.clone()
         want[target] *= base[source]
-        (got,) = run(engine, program, [base], ints=[source * 3, target * 3])
+        (got,) = run(engine, program, [base], ints=[target * 3, source * 3])
         assert torch.equal(got, want)
+    assert engine.counters.programs_compiled == 1
+
+
+def test_a_lifted_offset_across_rows_takes_another_program(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.arange(12.0).view(4, 3))
+        x[2].mul_(x[1])
+    program = lift_offsets(record, x)
+    base = torch.arange(12.0).view(4, 3)
+    want = base.clone().view(-1)
+    want[7:10] *= base.view(-1)[1:4]
+    for _ in range(2):
+        (got,) = run(engine, program, [base], ints=[7, 1])
+        assert torch.equal(got.view(-1), want)
+    assert engine.counters.offset_variants == 2  # one per plan
+    assert engine.counters.programs_compiled == 2
+
+
+def test_a_cache_write_at_a_lifted_position_is_one_update_of_its_box(engine: Engine) -> None:
+    with Record() as record:
+        cache = record.input(torch.zeros(2, 3, 8, 4))
+        key = record.input(torch.ones(2, 3, 1, 4))
+        cache[:, :, 5:6].add_(key)
+    (op,) = record.ops
+    target = replace(op.args[0], offset=Lifted("i", 0))
+    ops = (replace(op, args=(target, *op.args[1:]), writes=(replace(op.writes[0], offset=Lifted("i", 0)),)),)
+    program = replace(record.program(cache, donated=(0,)), ops=ops, ints=1)
+    for position in (0, 7):
+        (got,) = run(engine, program, [t.clone() for t in record.inputs], ints=[position * 4])
+        assert got[:, :, position].eq(1).all() and got.sum() == 24
+    text = compile_(engine, program).module.text
+    assert "(tensor<2x3x8x4xf32>, tensor<2x3x1x4xf32>, tensor<i64>" in text
+    assert "tensor<192xf32>" not in text
 
 
 def test_a_random_op_gets_seed_and_offset() -> None:
