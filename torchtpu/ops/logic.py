@@ -2,100 +2,98 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torchtpu.ops.registry import Context, as_dtype, jnp, lax, lowering, pointwise
+from torchtpu.ops.registry import as_dtype, jnp, lax, lowering, pointwise
 
 # Comparisons happen in the dtype of the tensors: a number is rounded to bfloat16 before it is compared with one.
 
 
 @pointwise("eq.Tensor", "eq.Scalar", promote="no_opmath")
-def eq(self: Any, other: Any) -> Any:
+def eq(self, other):
     return self == other
 
 
 @pointwise("ne.Tensor", "ne.Scalar", promote="no_opmath")
-def ne(self: Any, other: Any) -> Any:
+def ne(self, other):
     return self != other
 
 
 @pointwise("lt.Tensor", "lt.Scalar", promote="no_opmath")
-def lt(self: Any, other: Any) -> Any:
+def lt(self, other):
     return self < other
 
 
 @pointwise("le.Tensor", "le.Scalar", promote="no_opmath")
-def le(self: Any, other: Any) -> Any:
+def le(self, other):
     return self <= other
 
 
 @pointwise("gt.Tensor", "gt.Scalar", promote="no_opmath")
-def gt(self: Any, other: Any) -> Any:
+def gt(self, other):
     return self > other
 
 
 @pointwise("ge.Tensor", "ge.Scalar", promote="no_opmath")
-def ge(self: Any, other: Any) -> Any:
+def ge(self, other):
     return self >= other
 
 
 @lowering("isnan")
-def isnan(self: Any) -> Any:
+def isnan(self):
     return jnp.isnan(self)
 
 
 @lowering("isinf")
-def isinf(self: Any) -> Any:
+def isinf(self):
     return jnp.isinf(self)
 
 
 @lowering("isposinf")
-def isposinf(self: Any) -> Any:
+def isposinf(self):
     return self == jnp.inf if jnp.issubdtype(self.dtype, jnp.floating) else jnp.zeros(self.shape, bool)
 
 
 @lowering("isneginf")
-def isneginf(self: Any) -> Any:
+def isneginf(self):
     return self == -jnp.inf if jnp.issubdtype(self.dtype, jnp.floating) else jnp.zeros(self.shape, bool)
 
 
 @lowering("logical_not")
-def logical_not(self: Any) -> Any:
+def logical_not(self):
     return self == 0
 
 
 @lowering("logical_and")
-def logical_and(self: Any, other: Any) -> Any:
+def logical_and(self, other):
     return (self != 0) & (other != 0)
 
 
 @lowering("logical_or")
-def logical_or(self: Any, other: Any) -> Any:
+def logical_or(self, other):
     return (self != 0) | (other != 0)
 
 
 @lowering("logical_xor")
-def logical_xor(self: Any, other: Any) -> Any:
+def logical_xor(self, other):
     return (self != 0) ^ (other != 0)
 
 
 @pointwise("bitwise_not")
-def bitwise_not(self: Any) -> Any:
+def bitwise_not(self):
     return ~self
 
 
 @pointwise("bitwise_and.Tensor", "bitwise_and.Scalar", "bitwise_and.Scalar_Tensor")
-def bitwise_and(self: Any, other: Any) -> Any:
+def bitwise_and(self, other):
     return self & other
 
 
 @pointwise("bitwise_or.Tensor", "bitwise_or.Scalar", "bitwise_or.Scalar_Tensor")
-def bitwise_or(self: Any, other: Any) -> Any:
+def bitwise_or(self, other):
     return self | other
 
 
 @pointwise("bitwise_xor.Tensor", "bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor")
-def bitwise_xor(self: Any, other: Any) -> Any:
+def bitwise_xor(self, other):
     return self ^ other
 
 
@@ -106,7 +104,7 @@ def bitwise_xor(self: Any, other: Any) -> Any:
     "__lshift__.Tensor",
     "__lshift__.Scalar",
 )
-def bitwise_left_shift(self: Any, other: Any) -> Any:
+def bitwise_left_shift(self, other):
     bits = jnp.iinfo(self.dtype).bits
     return jnp.where((other < 0) | (other >= bits), 0, self << jnp.clip(other, 0, bits - 1))
 
@@ -118,7 +116,7 @@ def bitwise_left_shift(self: Any, other: Any) -> Any:
     "__rshift__.Tensor",
     "__rshift__.Scalar",
 )
-def bitwise_right_shift(self: Any, other: Any) -> Any:
+def bitwise_right_shift(self, other):
     info = jnp.iinfo(self.dtype)
     if info.min == 0:
         return jnp.where(other >= info.bits, 0, self >> jnp.clip(other, 0, info.bits - 1))
@@ -126,33 +124,33 @@ def bitwise_right_shift(self: Any, other: Any) -> Any:
 
 
 @pointwise("maximum", "clamp_min", "clamp_min.Tensor")
-def maximum(self: Any, other: Any) -> Any:
+def maximum(self, other):
     return jnp.maximum(self, other)
 
 
 @pointwise("minimum", "clamp_max", "clamp_max.Tensor")
-def minimum(self: Any, other: Any) -> Any:
+def minimum(self, other):
     return jnp.minimum(self, other)
 
 
 @pointwise("fmax")
-def fmax(self: Any, other: Any) -> Any:
+def fmax(self, other):
     return jnp.fmax(self, other)
 
 
 @pointwise("fmin")
-def fmin(self: Any, other: Any) -> Any:
+def fmin(self, other):
     return jnp.fmin(self, other)
 
 
 @pointwise("clamp", "clamp.Tensor")
-def clamp(self: Any, min: Any = None, max: Any = None) -> Any:
+def clamp(self, min=None, max=None):
     self = self if min is None else jnp.maximum(self, min)
     return self if max is None else jnp.minimum(self, max)
 
 
 @lowering("nan_to_num", lifts=True)
-def nan_to_num(self: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
+def nan_to_num(self, nan=None, posinf=None, neginf=None):
     if jnp.issubdtype(self.dtype, jnp.complexfloating):
         return lax.complex(nan_to_num(self.real, nan, posinf, neginf), nan_to_num(self.imag, nan, posinf, neginf))
     if not jnp.issubdtype(self.dtype, jnp.floating):
@@ -166,11 +164,11 @@ def nan_to_num(self: Any, nan: Any = None, posinf: Any = None, neginf: Any = Non
 
 
 @lowering("where.self", lifts=True)
-def where(condition: Any, self: Any, other: Any, *, ctx: Context) -> Any:
+def where(condition, self, other, *, ctx):
     dtype = ctx.results[0][1]
     return jnp.where(condition != 0, as_dtype(self, dtype), as_dtype(other, dtype))
 
 
 @lowering("masked_fill.Scalar", "masked_fill.Tensor", lifts=True)
-def masked_fill(self: Any, mask: Any, value: Any) -> Any:
+def masked_fill(self, mask, value):
     return jnp.where(mask, jnp.asarray(value).astype(self.dtype), self)

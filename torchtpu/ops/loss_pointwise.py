@@ -25,19 +25,19 @@ def _computed(ctx: Context, *values: Any) -> Any:
 
 
 @lowering("mse_loss")
-def mse_loss(self: Any, target: Any, reduction: int = MEAN, *, ctx: Context) -> Any:
+def mse_loss(self, target, reduction=MEAN, *, ctx):
     x, y = _computed(ctx, self, target)
     return reduced(abs((x - y) * (x - y)) if jnp.iscomplexobj(x) else (x - y) * (x - y), reduction)
 
 
 @lowering("mse_loss_backward")
-def mse_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int, *, ctx: Context) -> Any:
+def mse_loss_backward(grad_output, self, target, reduction, *, ctx):
     grad, x, y = _computed(ctx, grad_output, self, target)
     return _shared(grad, 2 * (x - y), reduction)
 
 
 @lowering("smooth_l1_loss", structural={"beta": (0.0,)}, lifts=True)
-def smooth_l1_loss(self: Any, target: Any, reduction: int = MEAN, beta: Any = 1.0, *, ctx: Context) -> Any:
+def smooth_l1_loss(self, target, reduction=MEAN, beta=1.0, *, ctx):
     x, y = _computed(ctx, self, target)
     gap = jnp.abs(x - y)
     if isinstance(beta, float) and beta == 0:
@@ -46,9 +46,7 @@ def smooth_l1_loss(self: Any, target: Any, reduction: int = MEAN, beta: Any = 1.
 
 
 @lowering("smooth_l1_loss_backward", structural={"beta": (0.0,)}, lifts=True)
-def smooth_l1_loss_backward(
-    grad_output: Any, self: Any, target: Any, reduction: int, beta: Any, *, ctx: Context
-) -> Any:
+def smooth_l1_loss_backward(grad_output, self, target, reduction, beta, *, ctx):
     grad, x, y = _computed(ctx, grad_output, self, target)
     gap = x - y
     if isinstance(beta, float) and beta == 0:
@@ -57,22 +55,20 @@ def smooth_l1_loss_backward(
 
 
 @lowering("huber_loss", lifts=True)
-def huber_loss(self: Any, target: Any, reduction: int = MEAN, delta: Any = 1.0, *, ctx: Context) -> Any:
+def huber_loss(self, target, reduction=MEAN, delta=1.0, *, ctx):
     x, y = _computed(ctx, self, target)
     gap = jnp.abs(x - y)
     return reduced(jnp.where(gap < delta, 0.5 * gap * gap, delta * (gap - 0.5 * delta)), reduction)
 
 
 @lowering("huber_loss_backward", lifts=True)
-def huber_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int, delta: Any, *, ctx: Context) -> Any:
+def huber_loss_backward(grad_output, self, target, reduction, delta, *, ctx):
     grad, x, y = _computed(ctx, grad_output, self, target)
     return _shared(grad, jnp.clip(x - y, -delta, delta), reduction)
 
 
 @lowering("binary_cross_entropy")
-def binary_cross_entropy(
-    self: Any, target: Any, weight: Any = None, reduction: int = MEAN, *, ctx: Context
-) -> Any:
+def binary_cross_entropy(self, target, weight=None, reduction=MEAN, *, ctx):
     x, y, weight = _computed(ctx, self, target, weight)
     ctx.check((x >= 0) & (x <= 1), "all elements of input should be between 0 and 1", RuntimeError)
     ctx.check((y >= 0) & (y <= 1), "all elements of target should be between 0 and 1", RuntimeError)
@@ -81,18 +77,14 @@ def binary_cross_entropy(
 
 
 @lowering("binary_cross_entropy_backward")
-def binary_cross_entropy_backward(
-    grad_output: Any, self: Any, target: Any, weight: Any = None, reduction: int = MEAN, *, ctx: Context
-) -> Any:
+def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=MEAN, *, ctx):
     grad, x, y, weight = _computed(ctx, grad_output, self, target, weight)
     slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
     return _shared(grad, slope if weight is None else slope * weight, reduction)
 
 
 @lowering("binary_cross_entropy_with_logits")
-def binary_cross_entropy_with_logits(
-    self: Any, target: Any, weight: Any = None, pos_weight: Any = None, reduction: int = MEAN, *, ctx: Context
-) -> Any:
+def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=MEAN, *, ctx):
     x, y, weight, pos_weight = _computed(ctx, self, target, weight, pos_weight)
     log_sigmoid = jax.nn.log_sigmoid(x)
     if pos_weight is not None:
@@ -102,12 +94,12 @@ def binary_cross_entropy_with_logits(
 
 
 @lowering("soft_margin_loss")
-def soft_margin_loss(self: Any, target: Any, reduction: int = MEAN, *, ctx: Context) -> Any:
+def soft_margin_loss(self, target, reduction=MEAN, *, ctx):
     x, y = _computed(ctx, self, target)
     return reduced(jnp.log1p(jnp.exp(-x * y)), reduction)
 
 
 @lowering("soft_margin_loss_backward")
-def soft_margin_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int, *, ctx: Context) -> Any:
+def soft_margin_loss_backward(grad_output, self, target, reduction, *, ctx):
     grad, x, y = _computed(ctx, grad_output, self, target)
     return _shared(grad, -y * jax.nn.sigmoid(-x * y), reduction)

@@ -45,12 +45,12 @@ for _name, _function in {
 
 
 @pointwise("rsqrt", promote="int_to_float")
-def rsqrt(self: Any) -> Any:
+def rsqrt(self):
     return lax.rsqrt(self)
 
 
 @pointwise("sigmoid", promote="int_to_float")
-def sigmoid(self: Any) -> Any:
+def sigmoid(self):
     return lax.logistic(self)
 
 
@@ -63,32 +63,32 @@ def computed(ctx: Context) -> torch.dtype:
 
 
 @pointwise("ceil")
-def ceil(self: Any) -> Any:
+def ceil(self):
     return jnp.ceil(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
 
 
 @pointwise("floor")
-def floor(self: Any) -> Any:
+def floor(self):
     return jnp.floor(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
 
 
 @pointwise("trunc")
-def trunc(self: Any) -> Any:
+def trunc(self):
     return jnp.trunc(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
 
 
 @pointwise("frac")
-def frac(self: Any) -> Any:
+def frac(self):
     return self - jnp.trunc(self)
 
 
 @pointwise("round")
-def round_(self: Any) -> Any:
+def round_(self):
     return jnp.round(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
 
 
 @lowering("round.decimals")
-def round_decimals(self: Any, *, decimals: int, ctx: Context) -> Any:
+def round_decimals(self, *, decimals, ctx):
     if not jnp.issubdtype(self.dtype, jnp.floating):
         return self
     x = as_dtype(self, computed(ctx))
@@ -97,17 +97,17 @@ def round_decimals(self: Any, *, decimals: int, ctx: Context) -> Any:
 
 
 @pointwise("abs", promote="complex_to_float")
-def abs_(self: Any) -> Any:
+def abs_(self):
     return self if self.dtype == bool else jnp.abs(self)
 
 
 @pointwise("neg")
-def neg(self: Any) -> Any:
+def neg(self):
     return -self
 
 
 @pointwise("sign", "sgn")
-def sign(self: Any) -> Any:
+def sign(self):
     if jnp.issubdtype(self.dtype, jnp.complexfloating):
         size = jnp.abs(self)
         return jnp.where(size == 0, 0, self / jnp.where(size == 0, 1, size))
@@ -118,17 +118,17 @@ def sign(self: Any) -> Any:
 
 
 @lowering("signbit")
-def signbit(self: Any) -> Any:
+def signbit(self):
     return jnp.signbit(self) if jnp.issubdtype(self.dtype, jnp.floating) else self < 0
 
 
 @pointwise("copysign.Tensor", "copysign.Scalar", promote="int_to_float")
-def copysign(self: Any, other: Any) -> Any:
+def copysign(self, other):
     return jnp.copysign(self, other)
 
 
 @pointwise("nextafter", promote="no_opmath")
-def nextafter(self: Any, other: Any) -> Any:
+def nextafter(self, other):
     return jnp.nextafter(self, other)
 
 
@@ -136,42 +136,43 @@ def nextafter(self: Any, other: Any) -> Any:
 
 
 @pointwise("add.Tensor", "add.Scalar")
-def add(self: Any, other: Any, alpha: Any = 1) -> Any:
+def add(self, other, alpha=1):
     return self + other * alpha
 
 
 @pointwise("sub.Tensor", "sub.Scalar")
-def sub(self: Any, other: Any, alpha: Any = 1) -> Any:
+def sub(self, other, alpha=1):
     return self - other * alpha
 
 
 @pointwise("rsub.Tensor", "rsub.Scalar")
-def rsub(self: Any, other: Any, alpha: Any = 1) -> Any:
+def rsub(self, other, alpha=1):
     return other - self * alpha
 
 
 @pointwise("mul.Tensor", "mul.Scalar")
-def mul(self: Any, other: Any) -> Any:
+def mul(self, other):
     return self * other
 
 
 @pointwise("div.Tensor", "div.Scalar", promote="int_to_float")
-def div(self: Any, other: Any) -> Any:
+def div(self, other):
     return self / other
 
 
 @lowering("div.Tensor_mode", "div.Scalar_mode", lifts=True)
-def div_mode(self: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+def div_mode(self, other, *, rounding_mode=None):
     return {None: div, "trunc": _trunc_divide, "floor": floor_divide}[rounding_mode](self, other)
 
 
 @pointwise()
-def _trunc_divide(self: Any, other: Any) -> Any:
-    return lax.div(*jnp.broadcast_arrays(self, other)) if jnp.issubdtype(self.dtype, jnp.integer) else jnp.trunc(self / other)
+def _trunc_divide(self, other):
+    is_integer = jnp.issubdtype(self.dtype, jnp.integer)
+    return lax.div(*jnp.broadcast_arrays(self, other)) if is_integer else jnp.trunc(self / other)
 
 
 @pointwise("floor_divide", "floor_divide.Scalar")
-def floor_divide(self: Any, other: Any) -> Any:
+def floor_divide(self, other):
     if not jnp.issubdtype(self.dtype, jnp.floating):
         return jnp.floor_divide(self, other)
     rest = lax.rem(*jnp.broadcast_arrays(self, other))
@@ -184,17 +185,17 @@ def floor_divide(self: Any, other: Any) -> Any:
 
 
 @pointwise("fmod.Tensor", "fmod.Scalar")
-def fmod(self: Any, other: Any) -> Any:
+def fmod(self, other):
     return lax.rem(*jnp.broadcast_arrays(self, other))
 
 
 @pointwise("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
-def remainder(self: Any, other: Any) -> Any:
+def remainder(self, other):
     return jnp.remainder(self, other)
 
 
 @lowering("pow.Tensor_Scalar", structural={"exponent": EXPONENTS}, lifts=True)
-def pow_scalar(self: Any, exponent: Any, ctx: Context) -> Any:
+def pow_scalar(self, exponent, ctx):
     x = as_dtype(self, computed(ctx))
     if isinstance(exponent, (int, float)) and exponent in EXPONENTS:
         match exponent:
@@ -216,7 +217,7 @@ def pow_scalar(self: Any, exponent: Any, ctx: Context) -> Any:
 
 
 @pointwise("pow.Tensor_Tensor", "pow.Scalar")
-def pow_tensor(self: Any, exponent: Any) -> Any:
+def pow_tensor(self, exponent):
     return _power(self, exponent)
 
 
@@ -230,33 +231,33 @@ def _power(x: Any, exponent: Any) -> Any:
 
 
 @pointwise("addcmul")
-def addcmul(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+def addcmul(self, tensor1, tensor2, value=1):
     return self + value * tensor1 * tensor2
 
 
 @pointwise("addcdiv")
-def addcdiv(self: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+def addcdiv(self, tensor1, tensor2, value=1):
     return self + value * tensor1 / tensor2
 
 
 @pointwise("lerp.Scalar", "lerp.Tensor")
-def lerp(self: Any, end: Any, weight: Any) -> Any:
+def lerp(self, end, weight):
     span = end - self
     return jnp.where(jnp.abs(weight) < 0.5, self + weight * span, end - span * (1 - weight))
 
 
 @pointwise("hypot")
-def hypot(self: Any, other: Any) -> Any:
+def hypot(self, other):
     return jnp.hypot(self, other)
 
 
 @pointwise("atan2", promote="int_to_float")
-def atan2(self: Any, other: Any) -> Any:
+def atan2(self, other):
     return jnp.arctan2(self, other)
 
 
 @pointwise("logaddexp", promote="int_to_float")
-def logaddexp(self: Any, other: Any) -> Any:
+def logaddexp(self, other):
     if not jnp.issubdtype(self.dtype, jnp.complexfloating):
         return jnp.logaddexp(self, other)
     # PyTorch does not wrap the imaginary part, JAX does.
@@ -265,49 +266,49 @@ def logaddexp(self: Any, other: Any) -> Any:
 
 
 @pointwise("logaddexp2", promote="int_to_float")
-def logaddexp2(self: Any, other: Any) -> Any:
+def logaddexp2(self, other):
     return jnp.logaddexp2(self, other)
 
 
 @pointwise("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other", promote="int_to_float")
-def xlogy(self: Any, other: Any) -> Any:
+def xlogy(self, other):
     return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log(other)))
 
 
 @pointwise("heaviside")
-def heaviside(self: Any, values: Any) -> Any:
+def heaviside(self, values):
     return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
 
 
 @pointwise("gcd")
-def gcd(self: Any, other: Any) -> Any:
+def gcd(self, other):
     return jnp.gcd(self, other)
 
 
 @pointwise("lcm")
-def lcm(self: Any, other: Any) -> Any:
+def lcm(self, other):
     return jnp.lcm(self, other)
 
 
 @pointwise("ldexp.Tensor", promote="int_to_float")
-def ldexp(self: Any, other: Any) -> Any:
+def ldexp(self, other):
     return self * jnp.exp2(other)
 
 
 @pointwise("frexp.Tensor")
-def frexp(self: Any) -> Any:
+def frexp(self):
     return jnp.frexp(self)
 
 
 @lowering("logit", structural={"eps": None})
-def logit(self: Any, eps: float | None = None, *, ctx: Context) -> Any:
+def logit(self, eps=None, *, ctx):
     x = as_dtype(self, computed(ctx))
     x = x if eps is None else jnp.clip(x, eps, 1 - eps)
     return jnp.log(x / (1 - x))
 
 
 @lowering("logit_backward", structural={"eps": None})
-def logit_backward(grad_output: Any, self: Any, eps: float | None = None, *, ctx: Context) -> Any:
+def logit_backward(grad_output, self, eps=None, *, ctx):
     grad, x = (as_dtype(v, computed(ctx)) for v in (grad_output, self))
     low, high, outside = (0.0, 1.0, jnp.nan) if eps is None else (eps, 1 - eps, 0.0)
     return jnp.where((x < low) | (x > high), outside, grad / (x * (1 - x)))
@@ -317,22 +318,22 @@ def logit_backward(grad_output: Any, self: Any, eps: float | None = None, *, ctx
 
 
 @pointwise("complex")
-def complex_(real: Any, imag: Any) -> Any:
+def complex_(real, imag):
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 
 
 @pointwise("polar")
-def polar(abs: Any, angle: Any) -> Any:
+def polar(abs, angle):
     return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
 
 
-@lowering("conj_physical")
-def conj_physical(self: Any) -> Any:
+@lowering("_conj_physical", "conj_physical.out")
+def conj_physical(self):
     return jnp.conj(self) if jnp.issubdtype(self.dtype, jnp.complexfloating) else self
 
 
 @pointwise("angle", promote="int_to_float")
-def angle(self: Any) -> Any:
+def angle(self):
     if jnp.issubdtype(self.dtype, jnp.complexfloating):
         return jnp.angle(self)
     return jnp.where(jnp.isnan(self), self, jnp.where(self < 0, jnp.pi, 0))

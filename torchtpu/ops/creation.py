@@ -1,0 +1,99 @@
+"""Tensors from nothing or from one value: in come sizes and numbers, out come ranges, fills, triangles and copies.
+
+`empty` is the recorder's own; `ones`, `full`, `zeros_like` and their like are made of `empty` and a fill.
+"""
+
+from __future__ import annotations
+
+from torchtpu.ops.registry import as_dtype, jax_dtype, jnp, lax, lowering
+
+
+@lowering("fill.Scalar", "fill.Tensor", lifts=True)
+def fill(self, value):
+    return jnp.broadcast_to(jnp.asarray(value).astype(self.dtype), self.shape)
+
+
+@lowering("zero")
+def zero(self):
+    return jnp.zeros_like(self)
+
+
+@lowering("clone")
+def clone(self, *, memory_format=None):
+    return self
+
+
+@lowering("copy")
+def copy(self, src, non_blocking=False, *, ctx):
+    shape, dtype = ctx.results[0]
+    return jnp.broadcast_to(as_dtype(src, dtype), shape)
+
+
+# The length follows from the numbers, so they are compared and not lifted.
+@lowering("arange.start_out", "range.out", structural={"start": None, "end": None, "step": None})
+def arange(start, end, step=1, *, ctx):
+    (n,), dtype = ctx.results[0]
+    # The CPU counts in double and in int64.
+    count = jnp.float64 if dtype.is_floating_point else jnp.int64
+    start, step = (jnp.asarray(v).astype(count) for v in (start, step))
+    return start + step * lax.iota(count, n)
+
+
+@lowering("linspace.out", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor", lifts=True)
+def linspace(start, end, steps, *, ctx, **_):
+    return _spaced(start, end, steps, ctx)
+
+
+@lowering("logspace.out", "logspace.Tensor_Tensor", "logspace.Tensor_Scalar", "logspace.Scalar_Tensor", lifts=True)
+def logspace(start, end, steps, base=10.0, *, ctx, **_):
+    points = _spaced(start, end, steps, ctx)
+    return jnp.power(jnp.asarray(base).astype(points.dtype), points)
+
+
+def _spaced(start, end, steps, ctx):
+    """`steps` points counted from the nearer end, as PyTorch does."""
+    dtype = ctx.results[0][1]
+    ends = [jnp.asarray(v) for v in (start, end)]
+    if not (dtype.is_floating_point or dtype.is_complex):
+        ends = [v.astype(jax_dtype(dtype)) for v in ends]
+        compute = jnp.float64
+    else:
+        compute = jnp.promote_types(jax_dtype(dtype), jnp.float32)
+    start, end = (v.astype(compute) for v in ends)
+    i = lax.iota(jnp.int64, steps).astype(compute)
+    step = (end - start) / max(steps - 1, 1)
+    return jnp.where(i.real < steps // 2, start + step * i, end - step * (steps - 1 - i)) if steps > 1 else start + i
+
+
+@lowering("eye.out", "eye.m_out")
+def eye(n, m=None, *, ctx):
+    (rows, columns), dtype = ctx.results[0]
+    return jnp.eye(rows, columns, dtype=jax_dtype(dtype))
+
+
+@lowering("tril")
+def tril(self, diagonal=0):
+    return jnp.tril(self, diagonal)
+
+
+@lowering("triu")
+def triu(self, diagonal=0):
+    return jnp.triu(self, diagonal)
+
+
+@lowering("tril_indices")
+def tril_indices(row, col, offset=0, **_):
+    return _positions([max(0, min(col, r + offset + 1)) for r in range(row)], [0] * row)
+
+
+@lowering("triu_indices")
+def triu_indices(row, col, offset=0, **_):
+    first = [min(col, max(0, r + offset)) for r in range(row)]
+    return _positions([col - f for f in first], first)
+
+
+def _positions(lengths, first):
+    """(row, column) of the elements of rows that start at `first` and have `lengths`."""
+    rows = jnp.repeat(jnp.arange(len(lengths)), jnp.asarray(lengths, int), total_repeat_length=sum(lengths))
+    before = jnp.cumsum(jnp.asarray([0, *lengths], int))[:-1] - jnp.asarray(first, int)
+    return jnp.stack([rows, jnp.arange(sum(lengths)) - before[rows]]) if lengths else jnp.zeros((2, 0), int)
