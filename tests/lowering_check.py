@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if __name__ == "__main__":  # no device is needed
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -465,7 +467,7 @@ def load_ops() -> dict[str, Any]:
     return found
 
 
-def names_reaching(targets: set[str], lowerings: dict[str, Any]) -> list[str]:
+def names_reaching(targets: set[str], lowerings: dict[str, Any], searched: int = 6) -> list[str]:
     """The OpInfo names whose samples call one of `targets`, most specific first."""
     reached: dict[str, list[str]] = {}
     cached: dict[str, str | None] = {}
@@ -481,7 +483,7 @@ def names_reaching(targets: set[str], lowerings: dict[str, Any]) -> list[str]:
     picked: dict[str, None] = {}
     for target, names in reached.items():
         own = [n for n in names if n.rpartition(".")[2].strip("_") == target.partition(".")[0].strip("_")]
-        for name in dict.fromkeys([*own, *sorted(names, key=size.__getitem__)[:6]]):
+        for name in dict.fromkeys([*own, *sorted(names, key=size.__getitem__)[:searched]]):
             picked[name] = None
     return list(picked)
 
