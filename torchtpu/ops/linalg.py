@@ -206,20 +206,13 @@ def linalg_lu_solve(LU, pivots, B, *, left=True, adjoint=False):
     return turn(solve_lu(lu, pivots, turn(b), turned=not adjoint))
 
 
-def _factors_transpose(a: Any, ctx: Any) -> bool:
-    # PyTorch factors A.mT where A is contiguous and real, and its autograd formulas count on it.
-    contiguous = getattr(ctx, "contiguous", ())
-    return not jnp.iscomplexobj(a) and (not contiguous or contiguous[0])
-
-
 @lowering("_linalg_solve_ex")
 def linalg_solve_ex(A, B, *, left=True, check_errors=False, ctx):
     is_vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
-    transposed = _factors_transpose(A, ctx)
-    lu, pivots, info = factor_lu(jnp.swapaxes(A, -1, -2) if transposed else A)
+    lu, pivots, info = factor_lu(A)
     if check_errors:
         _check_invertible(ctx, "torch.linalg.solve_ex", info)
-    solution = linalg_lu_solve(lu, pivots, B[..., None] if is_vector else B, left=left, adjoint=transposed)
+    solution = linalg_lu_solve(lu, pivots, B[..., None] if is_vector else B, left=left)
     return solution[..., 0] if is_vector else solution, lu, pivots, info
 
 
@@ -230,6 +223,12 @@ def linalg_inv_ex(A, *, check_errors=False, ctx):
         _check_invertible(ctx, "linalg.inv_ex", info)
     identity = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
     return solve_lu(lu, pivots, identity), info
+
+
+def _factors_transpose(a: Any, ctx: Any) -> bool:
+    # PyTorch factors A.mT where A is contiguous and real, and its autograd formulas count on it.
+    contiguous = getattr(ctx, "contiguous", ())
+    return not jnp.iscomplexobj(a) and (not contiguous or contiguous[0])
 
 
 def _determinant_parts(a: Any, ctx: Any) -> tuple[Any, Any, Any, Any]:

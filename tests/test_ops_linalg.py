@@ -1,0 +1,113 @@
+"""The linear algebra lowerings where a plain comparison cannot tell: signs of eigenvectors, info, singular matrices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchtpu.ops import linalg as _linalg  # noqa: F401  (registers the lowerings)
+from torchtpu.ops.registry import LOWERINGS, Context, jax, jnp
+
+DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
+
+
+def lower(name: str, *args: Any, contiguous: tuple[bool, ...] = (), **kwargs: Any) -> list[torch.Tensor]:
+    """Runs a lowering beside PyTorch's meta kernel, which gives the shapes."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    made = op(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+    results = tuple((tuple(t.shape), t.dtype) for t in (made if isinstance(made, (tuple, list)) else [made]))
+    with jax.enable_x64(True):
+        ctx: Any = Context(name, "cpu", results)
+        ctx.contiguous = contiguous
+        function = LOWERINGS[name].function
+        if LOWERINGS[name].takes_context:
+            kwargs["ctx"] = ctx
+        arrays = [jnp.asarray(a.contiguous().numpy()) if isinstance(a, torch.Tensor) else a for a in args]
+        out = function(*arrays, **kwargs)
+        out = out if isinstance(out, (tuple, list)) else [out]
+        return [torch.from_numpy(jax.device_get(x).copy()) for x in out]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("uplo", ["L", "U"])
+def test_eigh_reads_one_triangle_and_rebuilds_the_matrix(dtype: torch.dtype, uplo: str) -> None:
+    a = torch.randn(2, 5, 5, dtype=dtype)
+    whole = a.tril() + a.tril(-1).mH if uplo == "L" else a.triu() + a.triu(1).mH
+    whole = (
+        whole
+        - torch.diag_embed(whole.diagonal(dim1=-2, dim2=-1))
+        + torch.diag_embed(a.diagonal(dim1=-2, dim2=-1).real.to(dtype))
+    )
+    values, vectors = lower("_linalg_eigh", a, uplo, True)
+    torch.testing.assert_close(vectors @ torch.diag_embed(values).to(dtype) @ vectors.mH, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(values, torch.linalg.eigvalsh(whole), rtol=1e-4, atol=1e-4)
+    values, vectors = lower("_linalg_eigh", a, uplo, False)
+    assert vectors.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (2, 4, 4)])
+@pytest.mark.parametrize("full", [True, False])
+def test_svd_rebuilds_the_matrix(dtype: torch.dtype, shape: tuple[int, ...], full: bool) -> None:
+    a = torch.randn(shape, dtype=dtype)
+    u, s, vh = lower("_linalg_svd", a, full, True)
+    k = s.shape[-1]
+    torch.testing.assert_close((u[..., :k] * s[..., None, :]) @ vh[..., :k, :], a, rtol=1e-4, atol=1e-4)
+    identity = torch.eye(u.shape[-1], dtype=dtype).expand(*shape[:-2], -1, -1)
+    torch.testing.assert_close(u.mH @ u, identity, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lower("_linalg_svd", a, full, False)[1], s, rtol=1e-4, atol=1e-4)
+
+
+def test_cholesky_info_is_the_order_of_the_first_bad_minor() -> None:
+    a = torch.eye(4).repeat(4, 1, 1)
+    a[1, 2, 2] = -1
+    a[2, 0, 0] = 0
+    a[3] = torch.ones(4, 4)
+    for upper in (False, True):
+        _, info = lower("linalg_cholesky_ex", a, upper=upper)
+        assert info.tolist() == torch.linalg.cholesky_ex(a, upper=upper).info.tolist() == [0, 3, 1, 2]
+
+
+def test_lu_info_is_the_first_zero_pivot() -> None:
+    a = torch.stack([torch.eye(3), torch.diag(torch.tensor([1.0, 0.0, 2.0])), torch.ones(3, 3)])
+    assert lower("linalg_lu_factor_ex", a)[2].tolist() == torch.linalg.lu_factor_ex(a).info.tolist()
+    assert lower("linalg_inv_ex", a)[1].tolist() == torch.linalg.inv_ex(a).info.tolist()
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 5, 3), (3, 5)])
+def test_lu_without_pivots_multiplies_back(shape: tuple[int, ...]) -> None:
+    a = torch.randn(shape, dtype=torch.float64)
+    p, lower_part, upper = lower("linalg_lu", a, pivot=False)
+    assert p.numel() == 0
+    torch.testing.assert_close(lower_part @ upper, a)
+    assert (
+        lower("linalg_lu_factor_ex", a, pivot=False)[1].tolist()
+        == torch.arange(1, min(shape[-2:]) + 1).expand(*shape[:-2], -1).tolist()
+    )
+
+
+@pytest.mark.parametrize("name", ["_linalg_det", "_linalg_slogdet"])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_lu_is_of_the_transpose_where_the_matrix_is_contiguous(name: str, contiguous: bool) -> None:
+    a = torch.randn(3, 4, 4, dtype=torch.float64)
+    a = a if contiguous else a.mT
+    want = getattr(torch.ops.aten, name)(a)
+    for ours, theirs in zip(lower(name, a, contiguous=(contiguous,)), want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_lstsq_solves_full_and_deficient_systems() -> None:
+    for m, n in ((6, 3), (3, 6)):
+        a, b = torch.randn(2, m, n, dtype=torch.float64), torch.randn(2, m, 2, dtype=torch.float64)
+        a[1, :, 0] = a[1, :, 1]
+        for driver in ("gelss", "gelsd"):
+            want = torch.linalg.lstsq(a, b, driver=driver)
+            ctx = SimpleNamespace(results=[(tuple(t.shape), t.dtype) for t in want])
+            with jax.enable_x64(True):
+                got = LOWERINGS["linalg_lstsq"].function(jnp.asarray(a), jnp.asarray(b), driver=driver, ctx=ctx)
+            torch.testing.assert_close(torch.from_numpy(jax.device_get(got[0]).copy()), want.solution)
+            assert got[2].tolist() == want.rank.tolist()
