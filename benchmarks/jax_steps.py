@@ -99,6 +99,7 @@ def build(workload: str) -> Callable[[int], jax.Array]:
             loss, parameters = sgd(parameters, x, y, data.learning_rate(i))
             return loss
 
+        step.compiled = lambda: sgd.lower(parameters, x, y, 0.01).compile()  # type: ignore[attr-defined]
         return step
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -119,4 +120,12 @@ def build(workload: str) -> Callable[[int], jax.Array]:
         loss, parameters, state = adamw(parameters, state, x, y)
         return loss
 
+    adamw_step.compiled = lambda: adamw.lower(parameters, state, x, y).compile()  # type: ignore[attr-defined]
     return adamw_step
+
+
+def peak_bytes(step: Any) -> int:
+    """What the compiled step needs at once: arguments, results that take no argument's place, temporaries."""
+    m = step.compiled().memory_analysis()
+    new = m.output_size_in_bytes - m.alias_size_in_bytes
+    return int(m.argument_size_in_bytes + new + m.temp_size_in_bytes)
