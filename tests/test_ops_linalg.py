@@ -11,7 +11,7 @@ import torch
 from torchtpu.ops import linalg as _linalg  # noqa: F401  (registers the lowerings)
 from torchtpu.ops.registry import LOWERINGS, Context, jax, jnp
 
-DTYPES = [torch.float32, torch.float64, torch.complex64, torch.complex128]
+DTYPES = [torch.float32, torch.complex128]
 
 
 def lower(name: str, *args: Any, contiguous: tuple[bool, ...] = (), **kwargs: Any) -> list[torch.Tensor]:

@@ -225,3 +225,12 @@ def test_rrelu_draws_slopes_for_the_negative_side() -> None:
     assert jnp.allclose(out[::2], -2 * noise[::2])
     out, _ = draw("rrelu_with_noise", x, jnp.zeros_like(x), 0.1, 0.3, False)
     assert jnp.allclose(out[::2], -0.4)
+
+
+def test_dirichlet_gradient_is_pytorchs_or_better() -> None:
+    for alpha, beta in ((0.05, 0.3), (0.5, 0.5), (1.0, 1.0), (2.0, 5.0), (30.0, 40.0), (0.1, 50.0), (1000.0, 1000.0)):
+        a, total = torch.full((8,), alpha, dtype=torch.float64), torch.full((8,), alpha + beta, dtype=torch.float64)
+        x = torch.distributions.Beta(a, total - a).sample().clamp(1e-6, 1 - 1e-6)
+        got = LOWERINGS["_dirichlet_grad"].function(jnp.asarray(x), jnp.asarray(a), jnp.asarray(total))
+        want = torch._dirichlet_grad(x, a, total)  # itself good to 2e-3
+        torch.testing.assert_close(torch.from_numpy(jax.device_get(got).copy()), want, rtol=4e-3, atol=1e-9)

@@ -47,7 +47,7 @@ def _segments() -> Iterator[tuple[str, Callable[[], Any]]]:
         for initial in (None, 2.0):
             for given in ({"lengths": lengths}, {"offsets": offsets}):
                 yield (
-                    f"{reduce}_{initial}_{list(given)[0]}",
+                    f"{reduce}_{initial}_{next(iter(given))}",
                     lambda reduce=reduce, given=given, initial=initial: _both(data, reduce, initial, **given),
                 )
     batched, rows = torch.randn(2, 5, 3), torch.tensor([[2, 3], [5, 0]])

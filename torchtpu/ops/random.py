@@ -305,3 +305,26 @@ def _gamma(generator: Any, alpha: Any) -> Any:
 @lowering("_standard_gamma_grad", infer=_like_first)
 def standard_gamma_grad(self, output):
     return lax.random_gamma_grad(opmath(self), opmath(output))
+
+
+@lowering("_dirichlet_grad", infer=_like_first)
+def dirichlet_grad(x, alpha, total):
+    # -dF/dα / (f (1 - x)) for the distribution function F and the density f of Beta(α, β): the integral of
+    # (log t - c) f(t) from 0 to x, or from x to 1, over whichever side does not hold the peak.
+    x, alpha, total = (jnp.asarray(v, jnp.float64) for v in (x, alpha, total))
+    beta = total - alpha
+    c = lax.digamma(alpha) - lax.digamma(total)
+
+    def add(index: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+        t = index * 0.125 - 4.5  # a double exponential rule on the half line
+        v = jnp.exp(t - jnp.exp(-t))
+        weight = v * (1 + jnp.exp(-t)) * 0.125
+        left = (jnp.log(x) - v / alpha - c) * jnp.exp(
+            (beta - 1) * (jnp.log1p(-x * jnp.exp(-v / alpha)) - jnp.log1p(-x)) - v
+        )
+        log_right = jnp.log1p((x - 1) * jnp.exp(-v / beta))
+        right = (log_right - c) * jnp.exp((alpha - 1) * (log_right - jnp.log(x)) - v)
+        return sums[0] + weight * left, sums[1] + weight * right
+
+    left, right = lax.fori_loop(0, 112, add, (jnp.zeros_like(x), jnp.zeros_like(x)))
+    return jnp.where(x * total < alpha, -left * x / (alpha * (1 - x)), right / beta)
