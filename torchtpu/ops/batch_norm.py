@@ -1,0 +1,207 @@
+"""Batch norm, alone and across devices: in come (batch, channels, *space) and running statistics, out go both, updated."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from torchtpu.ops.registry import jnp, lax, lowering, opmath
+
+_STATS = ("running_mean", "running_var")
+
+
+def _over(x: Any) -> tuple[int, ...]:
+    """Every dimension but the channels."""
+    return (0, *range(2, x.ndim))
+
+
+def _wide(v: Any, x: Any) -> Any:
+    """A value per channel, to be combined with `x`."""
+    return v.astype(x.dtype).reshape(1, -1, *[1] * (x.ndim - 2))
+
+
+def _moments(x: Any) -> tuple[Any, Any]:
+    mean = x.mean(_over(x))
+    return mean, jnp.square(x - _wide(mean, x)).mean(_over(x))
+
+
+def _affine(x: Any, mean: Any, rstd: Any, weight: Any, bias: Any) -> Any:
+    made = (x - _wide(mean, x)) * _wide(rstd if weight is None else rstd * weight.astype(rstd.dtype), x)
+    return made if bias is None else made + _wide(bias, x)
+
+
+def _rstd(variance: Any, eps: Any) -> Any:
+    return lax.rsqrt(variance + jnp.asarray(eps, variance.dtype))
+
+
+def _moved(running: Any, new: Any, momentum: Any) -> Any:
+    if running is None:
+        return None
+    momentum = jnp.asarray(momentum, new.dtype)
+    return (1 - momentum) * running.astype(new.dtype) + momentum * new
+
+
+def _normalize(input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: Any, eps: Any) -> Any:
+    """(output, mean, rstd, running mean, running variance) of one call."""
+    x = opmath(input)
+    if not training:
+        mean, rstd = opmath(running_mean), _rstd(opmath(running_var), eps)
+        return _affine(x, mean, rstd, weight, bias), mean, rstd, running_mean, running_var
+    mean, variance = _moments(x)
+    rstd = _rstd(variance, eps)
+    count = math.prod(x.shape[i] for i in _over(x))
+    unbiased = variance * (count / max(count - 1, 1))
+    moved = _moved(running_mean, mean, momentum), _moved(running_var, unbiased, momentum)
+    return _affine(x, mean, rstd, weight, bias), mean, rstd, *moved
+
+
+@lowering("native_batch_norm", mutates=_STATS)
+@lowering("_native_batch_norm_legit")
+def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, *, ctx):
+    made, mean, rstd, *moved = _normalize(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    if ctx.results[1][0] == (0,):  # what PyTorch saves in eval mode: nothing on CPU, the statistics on other devices
+        mean = rstd = jnp.zeros((0,), mean.dtype)
+    return made, mean, rstd, *moved
+
+
+@lowering("_native_batch_norm_legit.no_stats")
+def native_batch_norm_no_stats(input, weight, bias, training, momentum, eps):
+    return _normalize(input, weight, bias, None, None, True, momentum, eps)[:3]
+
+
+@lowering("_native_batch_norm_legit_no_training")
+def native_batch_norm_no_training(input, weight, bias, running_mean, running_var, momentum, eps, *, ctx):
+    return native_batch_norm(input, weight, bias, running_mean, running_var, False, momentum, eps, ctx=ctx)[:3]
+
+
+@lowering("_batch_norm_with_update")
+def batch_norm_with_update(input, weight, bias, running_mean, running_var, momentum, eps):
+    made, mean, rstd, *moved = _normalize(input, weight, bias, running_mean, running_var, True, momentum, eps)
+    return made, mean, rstd, jnp.zeros((0,), jnp.uint8), *moved
+
+
+@lowering("_batch_norm_no_update")
+def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentum, eps, *, ctx):
+    training = running_mean is None
+    made, mean, rstd, *_ = native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, ctx=ctx)
+    return made, mean, rstd, jnp.zeros((0,), jnp.uint8)
+
+
+@lowering("native_batch_norm_backward")
+def native_batch_norm_backward(
+    grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+):
+    grad, x = opmath(grad_out), opmath(input)
+    if train:
+        mean, rstd = opmath(save_mean), opmath(save_invstd)
+    else:
+        mean, rstd = opmath(running_mean), _rstd(opmath(running_var), eps)
+    normal = (x - _wide(mean, x)) * _wide(rstd, x)
+    total, along = grad.sum(_over(x)), (grad * normal).sum(_over(x))
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        slope = grad
+        if train:
+            count = math.prod(x.shape[i] for i in _over(x))
+            slope = grad - _wide(total / count, x) - normal * _wide(along / count, x)
+        grad_input = slope * _wide(rstd if weight is None else rstd * weight.astype(rstd.dtype), x)
+    if output_mask[1]:
+        grad_weight = along
+    if output_mask[2]:
+        grad_bias = total
+    return grad_input, grad_weight, grad_bias
+
+
+@lowering("batch_norm_backward")
+def batch_norm_backward(
+    grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask, reserve
+):
+    return native_batch_norm_backward(
+        grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask
+    )
+
+
+def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def _two_per_channel(input: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    make = lambda: input.new_empty(input.shape[1], dtype=_statistics_dtype(input))  # noqa: E731
+    return make(), make()
+
+
+def _like_input(input: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(input)
+
+
+def _infer_reduce(
+    grad_out: torch.Tensor, input: torch.Tensor, mean: Any, invstd: Any, weight: Any, input_g: bool, weight_g: bool, bias_g: bool
+) -> tuple[torch.Tensor | None, ...]:
+    stats, affine = _statistics_dtype(input), input.dtype if weight is None else weight.dtype
+    wanted = ((input_g, stats), (input_g, stats), (weight_g, affine), (bias_g, affine))
+    return tuple(input.new_empty(input.shape[1], dtype=dtype) if given else None for given, dtype in wanted)
+
+
+# The ops of SyncBatchNorm, which PyTorch has on CUDA only.
+
+
+@lowering("batch_norm_stats", infer=_two_per_channel)
+def batch_norm_stats(input, eps):
+    mean, variance = _moments(opmath(input))
+    return mean, _rstd(variance, eps)
+
+
+@lowering("batch_norm_update_stats", infer=_two_per_channel, mutates=_STATS)
+def batch_norm_update_stats(input, running_mean, running_var, momentum):
+    x = opmath(input)
+    mean, variance = _moments(x)
+    count = math.prod(x.shape[i] for i in _over(x))
+    unbiased = variance * (count / max(count - 1, 1))
+    return mean, variance, _moved(running_mean, mean, momentum), _moved(running_var, unbiased, momentum)
+
+
+@lowering("batch_norm_elemt", infer=_like_input)
+def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
+    return _affine(opmath(input), mean, invstd, weight, bias)
+
+
+def _gather(mean: Any, invstd: Any, running_mean: Any, running_var: Any, momentum: Any, eps: Any, counts: Any) -> Any:
+    """The statistics of several devices, one row each, as those of all their elements."""
+    mean, invstd, counts = opmath(mean), opmath(invstd), counts.astype(opmath(mean).dtype).reshape(-1, 1)
+    total = counts.sum()
+    centre = (mean * counts).sum(0) / total
+    variance = 1 / jnp.square(invstd) - jnp.asarray(eps, mean.dtype)
+    squares = ((variance + jnp.square(mean - centre)) * counts).sum(0)
+    moved = _moved(running_mean, centre, momentum), _moved(running_var, squares / (total - 1), momentum)
+    return centre, _rstd(squares / total, eps), *moved
+
+
+@lowering("batch_norm_gather_stats_with_counts", infer=_two_per_channel, mutates=_STATS)
+def batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts):
+    return _gather(mean, invstd, running_mean, running_var, momentum, eps, counts)
+
+
+@lowering("batch_norm_gather_stats", infer=_two_per_channel, mutates=_STATS)
+def batch_norm_gather_stats(input, mean, invstd, running_mean, running_var, momentum, eps, count):
+    counts = jnp.broadcast_to(jnp.asarray(count), mean.shape[:1])
+    return _gather(mean, invstd, running_mean, running_var, momentum, eps, counts)
+
+
+@lowering("batch_norm_backward_reduce", infer=_infer_reduce)
+def batch_norm_backward_reduce(grad_out, input, mean, invstd, weight, input_g, weight_g, bias_g):
+    grad, x = opmath(grad_out), opmath(input)
+    total = grad.sum(_over(x))
+    along = (grad * (x - _wide(mean, x))).sum(_over(x))
+    grad_weight = along * invstd.astype(along.dtype) if weight_g else None
+    return total if input_g else None, along if input_g else None, grad_weight, total if bias_g else None
+
+
+@lowering("batch_norm_backward_elemt", infer=lambda grad_out, input, *_: torch.empty_like(input))
+def batch_norm_backward_elemt(grad_out, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
+    grad, x = opmath(grad_out), opmath(input)
+    total = count.sum().astype(x.dtype)
+    rstd = opmath(invstd)
+    slope = grad - _wide(sum_dy / total, x) - (x - _wide(mean, x)) * _wide(jnp.square(rstd) * sum_dy_xmu / total, x)
+    return slope * _wide(rstd if weight is None else rstd * weight.astype(rstd.dtype), x)

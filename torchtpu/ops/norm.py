@@ -1,0 +1,130 @@
+"""Layer, group, RMS and weight norm: in come arrays and their statistics, out go normalised arrays or gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtpu.ops.registry import jnp, lax, lowering, opmath
+
+
+def _statistics(x: Any, axes: tuple[int, ...], eps: Any) -> tuple[Any, Any]:
+    """The mean over `axes` (kept as 1) and one over the standard deviation."""
+    mean = x.mean(axes, keepdims=True)
+    # The two passes PyTorch's result asks for: mean(x*x) - mean*mean cancels.
+    return mean, lax.rsqrt(jnp.square(x - mean).mean(axes, keepdims=True) + jnp.asarray(eps, x.dtype))
+
+
+def _split(x: Any, normalized_shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The outer and the normalised dimensions."""
+    outer = x.ndim - len(normalized_shape)
+    return tuple(range(outer)), tuple(range(outer, x.ndim))
+
+
+@lowering("native_layer_norm")
+def native_layer_norm(input, normalized_shape, weight, bias, eps):
+    x = opmath(input)
+    mean, rstd = _statistics(x, _split(x, normalized_shape)[1], eps)
+    made = (x - mean) * rstd
+    if weight is not None:
+        made = made * weight.astype(made.dtype)
+    if bias is not None:
+        made = made + bias.astype(made.dtype)
+    return made, mean, rstd
+
+
+@lowering("native_layer_norm_backward")
+def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
+    grad, x = opmath(grad_out), opmath(input)
+    outer, inner = _split(x, normalized_shape)
+    normal = (x - mean.astype(x.dtype)) * rstd.astype(x.dtype)
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        scaled = grad if weight is None else grad * weight.astype(x.dtype)
+        slope = scaled - scaled.mean(inner, keepdims=True) - normal * (scaled * normal).mean(inner, keepdims=True)
+        grad_input = slope * rstd.astype(x.dtype)
+    if output_mask[1] and weight is not None:
+        grad_weight = (grad * normal).sum(outer)
+    if output_mask[2] and bias is not None:
+        grad_bias = grad.sum(outer)
+    return grad_input, grad_weight, grad_bias
+
+
+@lowering("_fused_rms_norm")
+def fused_rms_norm(input, normalized_shape, weight, eps):
+    x = opmath(input)
+    if eps is None:
+        eps = jnp.finfo(x.dtype).eps
+    rstd = lax.rsqrt(jnp.square(x).mean(_split(x, normalized_shape)[1], keepdims=True) + jnp.asarray(eps, x.dtype))
+    made = x * rstd
+    return made if weight is None else made * weight.astype(made.dtype), rstd
+
+
+@lowering("_fused_rms_norm_backward")
+def fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask):
+    grad, x = opmath(grad_out), opmath(input)
+    outer, inner = _split(x, normalized_shape)
+    rstd = rstd.astype(x.dtype)
+    normal = x * rstd
+    grad_input = grad_weight = None
+    if output_mask[0]:
+        scaled = grad if weight is None else grad * weight.astype(x.dtype)
+        grad_input = (scaled - normal * (scaled * normal).mean(inner, keepdims=True)) * rstd
+    if output_mask[1] and weight is not None:
+        grad_weight = (grad * normal).sum(outer)
+    return grad_input, grad_weight
+
+
+@lowering("native_group_norm")
+def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
+    x = opmath(input)
+    if x.size == 0:
+        return input, jnp.zeros((N, group), x.dtype), jnp.zeros((N, group), x.dtype)
+    x = x.reshape(N, group, -1)
+    mean, rstd = _statistics(x, (2,), eps)
+    made = ((x - mean) * rstd).reshape(N, C, HxW)
+    if weight is not None:
+        made = made * weight.astype(made.dtype).reshape(1, C, 1)
+    if bias is not None:
+        made = made + bias.astype(made.dtype).reshape(1, C, 1)
+    return made.reshape(input.shape), mean[:, :, 0], rstd[:, :, 0]
+
+
+@lowering("native_group_norm_backward")
+def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
+    shape = (N, group, C // group, HxW)
+    grad, x = (opmath(a).reshape(shape) for a in (grad_out, input))
+    mean, rstd = (a.astype(x.dtype).reshape(N, group, 1, 1) for a in (mean, rstd))
+    normal = (x - mean) * rstd
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        scaled = grad if weight is None else grad * weight.astype(x.dtype).reshape(1, group, C // group, 1)
+        over = (2, 3)
+        slope = scaled - scaled.mean(over, keepdims=True) - normal * (scaled * normal).mean(over, keepdims=True)
+        grad_input = (slope * rstd).reshape(input.shape)
+    if output_mask[1]:
+        grad_weight = (grad * normal).sum((0, 3)).reshape(C)
+    if output_mask[2]:
+        grad_bias = grad.sum((0, 3)).reshape(C)
+    return grad_input, grad_weight, grad_bias
+
+
+def _norm_except(x: Any, dim: int) -> Any:
+    axes = tuple(i for i in range(x.ndim) if i != dim % x.ndim) if dim != -1 else tuple(range(x.ndim))
+    return jnp.sqrt(jnp.square(x).sum(axes, keepdims=True))
+
+
+@lowering("_weight_norm_interface")
+def weight_norm(v, g, dim=0):
+    x = opmath(v)
+    norm = _norm_except(x, dim)
+    return x * (opmath(g) / norm), norm.reshape(g.shape)
+
+
+@lowering("_weight_norm_interface_backward")
+def weight_norm_backward(grad_w, saved_v, saved_g, saved_norms, dim):
+    grad, v, g = opmath(grad_w), opmath(saved_v), opmath(saved_g)
+    norm = saved_norms.astype(v.dtype)
+    axes = tuple(i for i in range(v.ndim) if i != dim % v.ndim)
+    along = (grad * v).sum(axes, keepdims=True)
+    return (g / norm) * (grad - v * along / jnp.square(norm)), along / norm
+

@@ -1,0 +1,209 @@
+"""Max and average pooling over windows: in come (batch, channels, *space) or (channels, *space), out go pooled arrays or gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchtpu.ops.registry import jnp, lax, lowering, opmath
+
+_MOST_SLICES = 32
+
+
+class Windows(NamedTuple):
+    """The windows over one dimension: `count` of them, of `size` elements `dilation` apart, the first at `-padding`."""
+
+    length: int
+    count: int
+    size: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def span(self) -> int:
+        return self.dilation * (self.size - 1) + 1
+
+
+def windows_of(rank: int, space: Any, counts: Any, kernel: Any, stride: Any, padding: Any, dilation: Any = (1,)) -> list[Windows]:
+    spread = lambda v: tuple(v) * rank if len(v) == 1 else tuple(v)  # noqa: E731
+    columns = (spread(v) for v in (kernel, stride or kernel, padding, dilation))
+    return [Windows(*row) for row in zip(space[-rank:], counts[-rank:], *columns, strict=True)]
+
+
+def _slices(x: Any, axis: int, w: Windows, fill: Any) -> list[Any]:
+    """For each element of the window, that element of every window along `axis` (`fill` outside)."""
+    high = max((w.count - 1) * w.stride + w.span - w.padding - w.length, 0)
+    pads = [(0, 0, 0)] * x.ndim
+    pads[axis] = (w.padding, high, 0)
+    padded = lax.pad(x, jnp.asarray(fill, x.dtype), pads)
+    reach = (w.count - 1) * w.stride + 1
+    starts = range(0, w.span, w.dilation)
+    return [lax.slice_in_dim(padded, start, start + reach, w.stride, axis) for start in starts]
+
+
+def lowest(dtype: Any) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def best_of(candidates: Any) -> tuple[Any, Any]:
+    """The largest of (value, place) pairs: the first of equals, the last NaN, and anything over the place -1."""
+    best, place = next(candidates)
+    for value, where in candidates:
+        better = (value > best) | (value != value) | (place < 0)
+        best, place = jnp.where(better, value, best), jnp.where(better, where, place)
+    return best, place
+
+
+def places(x: Any, rank: int) -> Any:
+    """The index of each element within its own plane, as PyTorch's pooling counts them."""
+    space = x.shape[-rank:]
+    return jnp.broadcast_to(lax.iota(jnp.int32, math.prod(space)).reshape(space), x.shape)
+
+
+@lowering("max_pool2d_with_indices")
+def max_pool2d(self, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False, *, ctx):
+    return _max_pool(2, self, kernel_size, stride, padding, dilation, ctx)
+
+
+@lowering("max_pool3d_with_indices")
+def max_pool3d(self, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False, *, ctx):
+    return _max_pool(3, self, kernel_size, stride, padding, dilation, ctx)
+
+
+def _max_pool(rank: int, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ctx: Any) -> Any:
+    place = places(x, rank)
+    counts = ctx.results[0][0]
+    # One dimension after the other, the innermost first, keeps PyTorch's choice among equals.
+    for axis, w in reversed(list(zip(range(-rank, 0), windows_of(rank, x.shape, counts, kernel, stride, padding, dilation)))):
+        axis %= x.ndim
+        x, place = best_of(zip(_slices(x, axis, w, lowest(x.dtype)), _slices(place, axis, w, -1)))
+    return x, place
+
+
+@lowering("max_pool2d_with_indices_backward")
+def max_pool2d_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
+    return _max_pool_backward(2, grad_output, self, kernel_size, stride, padding, dilation, indices)
+
+
+@lowering("max_pool3d_with_indices_backward")
+def max_pool3d_backward(grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
+    return _max_pool_backward(3, grad_output, self, kernel_size, stride, padding, dilation, indices)
+
+
+def _max_pool_backward(rank: int, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, indices: Any) -> Any:
+    """Each element gathers from the few windows that hold it: scatters are slow on every platform but this is not.
+
+    The plane is cut into blocks of one stride: block q is met by window q and by the `reach - 1` before it.
+    """
+    windows = windows_of(rank, x.shape, grad.shape, kernel, stride, padding, dilation)
+    lead = x.shape[:-rank]
+    reach = [-(-w.span // w.stride) for w in windows]
+    blocks = [-(-(w.length + w.padding) // w.stride) for w in windows]
+    pads = [(0, 0, 0)] * len(lead)
+    pads += [(r - 1, b - w.count, 0) for r, b, w in zip(reach, blocks, windows, strict=True)]
+    grads = lax.pad(opmath(grad), jnp.zeros((), opmath(grad).dtype), pads)
+    chosen = lax.pad(indices.astype(jnp.int32), jnp.int32(-1), pads)
+    place = np.pad(np.arange(math.prod(x.shape[-rank:]), dtype=np.int32).reshape(x.shape[-rank:]),
+                   [(w.padding, b * w.stride - w.length - w.padding) for w, b in zip(windows, blocks, strict=True)],
+                   constant_values=-2)
+    split = [n for w, b in zip(windows, blocks, strict=True) for n in (b, w.stride)]
+    place = place.reshape(split)
+    widened = [n for b in blocks for n in (b, 1)]
+    made = jnp.zeros((*lead, *split), grads.dtype)
+    for back in itertools.product(*map(range, reach)):
+        start = (*[0] * len(lead), *back)
+        stop = (*lead, *(a + b for a, b in zip(back, blocks, strict=True)))
+        part, where = (lax.slice(a, start, stop).reshape(*lead, *widened) for a in (grads, chosen))
+        made = made + jnp.where(where == place, part, 0)
+    made = made.reshape(*lead, *(b * w.stride for b, w in zip(blocks, windows, strict=True)))
+    start = (*[0] * len(lead), *(w.padding for w in windows))
+    return lax.slice(made, start, [a + n for a, n in zip(start, x.shape, strict=True)])
+
+
+@lowering("avg_pool2d")
+def avg_pool2d(self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None, *, ctx):
+    windows = windows_of(2, self.shape, ctx.results[0][0], kernel_size, stride, padding)
+    return _avg_pool(self, windows, count_include_pad, divisor_override)
+
+
+@lowering("avg_pool3d")
+def avg_pool3d(self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None, *, ctx):
+    windows = windows_of(3, self.shape, ctx.results[0][0], kernel_size, stride, padding)
+    return _avg_pool(self, windows, count_include_pad, divisor_override)
+
+
+def _avg_pool(x: Any, windows: list[Windows], count_include_pad: bool, divisor: Any) -> Any:
+    total = opmath(x)
+    for axis, w in zip(range(-len(windows), 0), windows, strict=True):
+        total = _window_sums(total, axis % x.ndim, w)
+    return _divide(total, windows, count_include_pad, divisor)
+
+
+def _window_sums(x: Any, axis: int, w: Windows) -> Any:
+    if w.size <= _MOST_SLICES:
+        return sum(_slices(x, axis, w, 0))
+    high = max((w.count - 1) * w.stride + w.span - w.padding - w.length, 0)
+    shape, strides, pads = [1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim
+    shape[axis], strides[axis], pads[axis] = w.size, w.stride, (w.padding, high)
+    sums = lax.reduce_window(x, jnp.zeros((), x.dtype), lax.add, shape, strides, pads)
+    return lax.slice_in_dim(sums, 0, w.count, 1, axis)
+
+
+def _divide(x: Any, windows: list[Windows], count_include_pad: bool, divisor: Any) -> Any:
+    """`x` over the sizes of the windows, cut at the edges as PyTorch cuts them."""
+    if divisor is None:
+        divisor = np.ones(())
+        for w in windows:
+            start = np.arange(w.count) * w.stride - w.padding
+            padded = np.minimum(start + w.size, w.length + w.padding) - start
+            inside = np.minimum(start + w.size, w.length) - np.maximum(start, 0)
+            divisor = divisor[..., None] * (padded if count_include_pad else inside)
+    return x // jnp.asarray(divisor, x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x / jnp.asarray(divisor, x.dtype)
+
+
+@lowering("avg_pool2d_backward")
+def avg_pool2d_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+    windows = windows_of(2, self.shape, grad_output.shape, kernel_size, stride, padding)
+    return _avg_pool_backward(grad_output, windows, count_include_pad, divisor_override)
+
+
+@lowering("avg_pool3d_backward")
+def avg_pool3d_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+    windows = windows_of(3, self.shape, grad_output.shape, kernel_size, stride, padding)
+    return _avg_pool_backward(grad_output, windows, count_include_pad, divisor_override)
+
+
+def _avg_pool_backward(grad: Any, windows: list[Windows], count_include_pad: bool, divisor: Any) -> Any:
+    made = _divide(opmath(grad), windows, count_include_pad, divisor)
+    for axis, w in zip(range(-len(windows), 0), windows, strict=True):
+        axis %= grad.ndim
+        # The gradients, a stride apart, summed over the windows that hold each element.
+        pads = [(0, 0, 0)] * grad.ndim
+        reach = (w.count - 1) * w.stride + 1
+        pads[axis] = (w.size - 1 - w.padding, w.length + w.padding - reach, w.stride - 1)
+        spread = lax.pad(made, jnp.zeros((), made.dtype), pads)
+        made = _window_sums(spread, axis, Windows(spread.shape[axis], w.length, w.size, 1, 0, 1))
+    return made
+
+
+@lowering("max_unpool2d")
+def max_unpool2d(self, indices, output_size, *, ctx):
+    return _max_unpool(2, self, indices, output_size, ctx)
+
+
+@lowering("max_unpool3d")
+def max_unpool3d(self, indices, output_size, stride, padding, *, ctx):
+    return _max_unpool(3, self, indices, output_size, ctx)
+
+
+def _max_unpool(rank: int, x: Any, indices: Any, size: Any, ctx: Any) -> Any:
+    lead, plane = x.shape[:-rank], math.prod(size)
+    ctx.check((indices >= 0) & (indices < plane), "Found an invalid max index", RuntimeError)
+    rows = math.prod(lead)
+    where = indices.reshape(rows, -1)
+    made = jnp.zeros((rows, plane), x.dtype).at[jnp.arange(rows)[:, None], where].set(x.reshape(rows, -1), mode="drop")
+    return made.reshape(*lead, *size)
