@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torchtpu.ops.registry import jnp, lax, lowering
 from torchtpu.ops.shape import windows
 
@@ -78,10 +80,8 @@ def unfold_copy(x, dimension, size, step):
 
 @lowering("split_copy.Tensor", "split_with_sizes_copy")
 def split_copy(x, sizes, dim=0, *, ctx):
-    ends = [0]
-    for shape, _ in ctx.results:
-        ends.append(ends[-1] + shape[dim])
-    return [lax.slice_in_dim(x, a, b, axis=dim) for a, b in zip(ends, ends[1:], strict=False)]
+    ends = itertools.accumulate((shape[dim] for shape, _ in ctx.results), initial=0)
+    return [lax.slice_in_dim(x, start, end, axis=dim) for start, end in itertools.pairwise(ends)]
 
 
 @lowering("unbind_copy.int")

@@ -1,4 +1,4 @@
-"""Reading and writing at indices: in come arrays and integer positions, out go the elements there, or the array changed.
+"""Reading and writing at indices: in come arrays and positions, out go the elements there, or the array changed.
 
 Every index is checked on the device (`ctx.check`): XLA clamps a read and drops a write that is out of range, and the
 op's error is raised before anybody sees such a value.
@@ -41,7 +41,7 @@ def _is_mask(index: Any) -> bool:
 
 @lowering("index.Tensor", "_unsafe_index.Tensor")
 def index_tensor(x, indices, *, ctx):
-    assert not any(map(_is_mask, indices)), "the recorder sends reads at a mask, whose shape depends on data, to the CPU"
+    assert not any(map(_is_mask, indices)), "a read at a mask has no static shape and runs on the CPU"
     where = [None if i is None else _wrapped_at(ctx, i, x, d) for d, i in enumerate(indices)]
     return x.at[_slices(where)].get(**PROMISED)
 
@@ -58,15 +58,28 @@ def _infer_put(x, indices, values, *flags):
     """A copy of `x`; raises where the values or a mask do not fit (torch's own meta kernel checks nothing)."""
     if x.dtype != values.dtype:
         raise RuntimeError("Index put requires the source and destination dtypes match")
-    dim, masks = 0, [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    dim = 0
     for index in indices:
-        is_mask = any(index is m for m in masks)
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
         if is_mask and x.shape[dim : dim + index.ndim] != index.shape:
-            raise IndexError(f"the shape of the mask {list(index.shape)} does not match {list(x.shape)} at dimension {dim}")
+            raise IndexError(f"the mask {list(index.shape)} does not match {list(x.shape)} at dimension {dim}")
         dim += index.ndim if is_mask else 1
-    if not masks:
-        values.expand(torch.ops.aten.index.Tensor(x, indices).shape)
+    # how many ones a mask has is not known: it fits if any number that the values may stand for does
+    if not any(_fits(x, indices, values, ones) for ones in {1, *values.shape}):
+        raise RuntimeError(f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast")
     return torch.empty_like(x)
+
+
+def _fits(x: torch.Tensor, indices: Any, values: torch.Tensor, ones: int) -> bool:
+    numbers: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            numbers.append(index)
+        else:
+            numbers += [torch.empty(ones, dtype=torch.int64, device="meta")] * index.ndim
+    shape = torch.ops.aten.index.Tensor(x, numbers).shape
+    tail = shape[max(len(shape) - values.ndim, 0) :]
+    return values.ndim <= len(shape) and all(n in (1, m) for n, m in zip(values.shape, tail, strict=True))
 
 
 @lowering("index_put", "_unsafe_index_put", infer=_infer_put)
@@ -173,8 +186,8 @@ def unsafe_masked_index_put_accumulate(x, mask, indices, values):
 
 
 def _clamped(x: Any, indices: Any) -> tuple[Any, ...]:
-    sizes = x.shape
-    return _slices([i if i is None else jnp.clip(_from_zero(i, n), 0, n - 1) for i, n in zip(indices, sizes)])
+    dims = zip(indices, x.shape, strict=False)
+    return _slices([i if i is None else jnp.clip(_from_zero(i, size), 0, size - 1) for i, size in dims])
 
 
 # One index along one dimension

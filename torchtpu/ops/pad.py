@@ -31,7 +31,8 @@ def _mirrored(x: Any, padding: Sequence[int], mode: str) -> Any:
 
 def _mirrored_backward(grad: Any, x: Any, padding: Sequence[int], mode: str) -> Any:
     grad = opmath(grad)
-    (summed,) = jax.linear_transpose(lambda y: _mirrored(y, padding, mode), jax.ShapeDtypeStruct(x.shape, grad.dtype))(grad)
+    inner = jax.ShapeDtypeStruct(x.shape, grad.dtype)
+    (summed,) = jax.linear_transpose(lambda y: _mirrored(y, padding, mode), inner)(grad)
     return summed
 
 

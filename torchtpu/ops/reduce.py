@@ -1,4 +1,4 @@
-"""Reductions: in come an array and the dimensions to reduce, out go sums, norms, moments, extremes and their indices."""
+"""Reductions: in come an array and the dimensions to reduce, out go sums, norms, moments and extremes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def amin(x, dim=None, keepdim=False):
     return jnp.min(x, axes(dim, x.ndim), keepdims=keepdim)
 
 
-@lowering("_aminmax", infer=lambda x: torch.aminmax(x))
+@lowering("_aminmax", infer=torch.aminmax)
 @lowering("_aminmax.dim", infer=lambda x, dim, keepdim=False: torch.aminmax(x, dim=dim, keepdim=keepdim))
 @lowering("aminmax")
 def aminmax(x, dim=None, keepdim=False):

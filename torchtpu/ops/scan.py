@@ -1,4 +1,4 @@
-"""Running reductions along one dimension: in comes an array, out go its prefix sums, products, extremes or logsumexps."""
+"""Running reductions along one dimension: in comes an array, out go its prefix sums, products and extremes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _reduced(how: str, x: Any, where: tuple[Any, ...], source: Any, include_self
 
 def _identity(how: str, dtype: Any) -> Any:
     if how in ("amax", "amin"):
-        if dtype == bool:
+        if dtype.kind == "b":
             return how == "amin"
         is_float = jnp.issubdtype(dtype, jnp.floating)
         low, high = (-jnp.inf, jnp.inf) if is_float else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)

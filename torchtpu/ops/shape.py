@@ -66,7 +66,7 @@ def rot90(x, k=1, dims=(0, 1)):
 def roll(x, shifts, dims=()):
     if x.size == 0 or x.ndim == 0:
         return x
-    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, tuple(shifts)[0])
+    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
 @lowering("pixel_shuffle")
@@ -194,11 +194,12 @@ def unfold_backward(grad, input_sizes, dim, size, step):
         return jnp.moveaxis(summed, 0, dim)
     # pieces of `step` elements tile the line: one pad for each piece of a window
     rows = jnp.moveaxis(_padded(grad, -1, 0, chunks * step - size), -1, dim + 1)
-    total = jnp.zeros((*input_sizes[:dim], max(width, (count + chunks - 1) * step), *input_sizes[dim + 1 :]), grad.dtype)
+    length = max(width, (count + chunks - 1) * step)
+    total = jnp.zeros((*input_sizes[:dim], length, *input_sizes[dim + 1 :]), grad.dtype)
     for c in range(chunks):
         piece = lax.slice_in_dim(rows, c * step, (c + 1) * step, axis=dim + 1)
         line = piece.reshape(*piece.shape[:dim], count * step, *piece.shape[dim + 2 :])
-        total += _padded(line, dim, c * step, total.shape[dim] - (c + count) * step)
+        total += _padded(line, dim, c * step, length - (c + count) * step)
     return lax.slice_in_dim(total, 0, width, axis=dim)
 
 

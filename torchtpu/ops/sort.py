@@ -84,7 +84,7 @@ def _ranked(x: Any, dim: int, keepdim: bool, rank: Any) -> tuple[Any, Any]:
         return x, jnp.zeros((), jnp.int64)
     dim %= x.ndim
     values, index = sort_stable(x, dim=dim)
-    valid = jnp.sum(values == values, dim, keepdims=True)
+    valid = jnp.sum(~jnp.isnan(values), dim, keepdims=True)
     return _pick_both(values, index, jnp.broadcast_to(rank(valid, x.shape[dim]), valid.shape), dim, keepdim)
 
 
@@ -146,7 +146,7 @@ def _positions(sequence: Any, x: Any, right: bool) -> Any:
 
 def _is_before(element: Any, x: Any, right: bool) -> Any:
     # a NaN is sought behind everything, and lies there
-    return ((element <= x) if right else (element < x)) | (x != x)
+    return ((element <= x) if right else (element < x)) | jnp.isnan(x)
 
 
 def _common_dtype(sequence: Any, x: Any) -> Any:
@@ -186,7 +186,7 @@ def histc(x, bins=100, min=0, max=0, *, ctx):
 
 
 def _range(x: Any, low: Any, high: Any) -> tuple[Any, Any]:
-    """The edges of a histogram: those given, else those of the data; a range without width grows by one on each side."""
+    """The edges of a histogram: those given, else those of the data; one without width grows by one on each side."""
     low, high = jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype)
     if x.size:
         is_unset = low == high
