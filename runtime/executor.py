@@ -101,6 +101,7 @@ class Executor:
         self._release = release
         self.history: deque[Launch] = deque(maxlen=_HISTORY)
         self._in_flight: list[deque[Any]] = [deque() for _ in client.devices]
+        self._unsettled: list[list[Guard]] = [[] for _ in client.devices]
 
     def launch(self, work: Any) -> None:
         """Enqueues the work's program; tells the work what came of it and never raises."""
@@ -134,6 +135,8 @@ class Executor:
             guard = Guard(client, outputs.pop(), executable.checks, earlier)
         elif earlier:
             guard = earlier[0] if len(earlier) == 1 else Guard(client, None, (), earlier)
+        if guard is not None:
+            self._unsettled[device] = unsettled([*self._unsettled[device], guard])
         region, about = work.region, executable.about
         launch = Launch(about, device, len(arguments), len(outputs), region["reason"], region["line"])
         self.history.append(launch)
@@ -152,9 +155,12 @@ class Executor:
         wait_for_room(limit, executable.needed_bytes, live, device, what)
 
     def finish(self, device: int) -> None:
-        """Waits until everything launched so far on the device has run; raises what a launch raised."""
+        """Waits until everything launched so far on the device has run; raises what a launch or its checks raise."""
         for token in list(self._in_flight[device]):
             self._client.wait_for_launch(token)
+        guards, self._unsettled[device] = self._unsettled[device], []
+        for guard in guards:
+            guard.resolve()
 
     def _track(self, device: int, token: Any) -> None:
         in_flight = self._in_flight[device]

@@ -7,6 +7,8 @@ import threading
 import warnings
 from collections import Counter
 
+import torch
+
 from torchtpu import config
 
 __all__ = ["cpu_fallback_counts"]
@@ -16,24 +18,25 @@ _counts: Counter[str] = Counter()  # guarded by _lock
 _moved: Counter[str] = Counter()  # bytes; guarded by _lock
 
 
-def report(name: str, line: str, nbytes: int) -> None:
-    """Counts a call of `name` ("kthvalue (int64)") at `line` that moves `nbytes` between host and device.
+def report(name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
+    """Counts a call of op `name` on `dtype` at `line` that moves `nbytes` between host and device.
 
     Warns at the first call of an op, or raises NotImplementedError, as TORCHTPU_FALLBACK says.
     """
     choice = config.get("fallback")
     name = name if "::" in name else f"aten::{name}"
+    shown = f"{name} ({str(dtype).removeprefix('torch.')})" if dtype else name
     file, _, number = line.rpartition(":")
     place = f"{os.path.relpath(file)}:{number}" if file.startswith(os.getcwd() + os.sep) else line
     if choice == "error":
-        raise NotImplementedError(f"{name}: no lowering, at {place}. TORCHTPU_FALLBACK=warn runs it on the CPU.")
+        raise NotImplementedError(f"{shown}: no lowering, at {place}. TORCHTPU_FALLBACK=warn runs it on the CPU.")
     with _lock:
         is_first = name not in _counts
         _counts[name] += 1
         _moved[name] += nbytes
     if is_first and choice == "warn":
         warnings.warn_explicit(
-            f"{name}: no lowering; ran on CPU ({_size(nbytes)} moved) at {place}. "
+            f"{shown}: no lowering; ran on CPU ({_size(nbytes)} moved) at {place}. "
             "TORCHTPU_FALLBACK=error turns this into an error.",
             UserWarning,
             file or "<unknown>",

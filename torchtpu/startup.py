@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -21,7 +21,24 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.counters import Counters
 
 _GOOGLE = "0x1ae0"
-_CHIP_IDS = frozenset(("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"))
+
+
+class Chip(NamedTuple):
+    """A kind of TPU chip, as one device of it."""
+
+    name: str
+    nbytes: int
+    version: tuple[int, int]
+
+
+_CHIPS = {  # by PCI device id
+    "0x0027": Chip("TPU v3", 16 << 30, (3, 0)),
+    "0x005e": Chip("TPU v4", 32 << 30, (4, 0)),
+    "0x0063": Chip("TPU v5 lite", 16 << 30, (5, 0)),
+    "0x0062": Chip("TPU v5", 95 << 30, (5, 1)),
+    "0x006f": Chip("TPU v6 lite", 32 << 30, (6, 0)),
+    "0x0076": Chip("TPU7x", 96 << 30, (7, 0)),
+}
 
 
 class LazyEngine:
@@ -56,8 +73,8 @@ class LazyEngine:
         assert infer is not None, f"{name} has no shape inference"
         return infer(*args)
 
-    def fallback(self, name: str, line: str, nbytes: int) -> None:
-        fallback.report(name, line, nbytes)
+    def fallback(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
+        fallback.report(name, dtype, line, nbytes)
 
     def plan(self, plan: Any) -> None:
         try:
@@ -125,18 +142,24 @@ def is_in_bad_fork() -> bool:
 
 
 @functools.cache
-def chips() -> tuple[str, ...]:
-    """The PCI device ids of the TPU chips of this machine."""
+def chips() -> tuple[Chip, ...]:
+    """The TPU chips of this machine."""
     root = Path("/sys/bus/pci/devices")
     found = []
     for entry in sorted(root.iterdir()) if root.exists() else ():
         try:
-            vendor, device = ((entry / name).read_text().strip() for name in ("vendor", "device"))
+            vendor, kind = ((entry / name).read_text().strip() for name in ("vendor", "device"))
         except OSError:  # a device that is being removed
             continue
-        if vendor == _GOOGLE and device in _CHIP_IDS:
-            found.append(device)
+        if vendor == _GOOGLE and kind in _CHIPS:
+            found.append(_CHIPS[kind])
     return tuple(found)
+
+
+def chip(device: int) -> Chip:
+    """The chip of a device; one without a name where the platform is tpu and no chip is on the PCI bus."""
+    found = chips()
+    return found[device % len(found)] if found else Chip("TPU", 0, (0, 0))
 
 
 @functools.cache

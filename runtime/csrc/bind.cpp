@@ -67,17 +67,19 @@ py::dict stats() {
     trie_nodes += r->trie->nodes;
     live_nodes += r->at->next_value;
   }
+  Counters now;
   {
     StateGuard guard(state_lock);
-    for (const auto& [reason, count] : counters.cuts) cuts[reason.c_str()] = count;
+    now = counters;
   }
+  for (const auto& [reason, count] : now.cuts) cuts[reason.c_str()] = count;
   int64_t buffers = 0;
   for (const auto& device : memory_stats) buffers += device.buffers;
-  d["ops_recorded"] = counters.hits + counters.misses;
-  d["trie_hits"] = counters.hits.load();
-  d["trie_misses"] = counters.misses.load();
+  d["ops_recorded"] = now.hits + now.misses;
+  d["trie_hits"] = now.hits;
+  d["trie_misses"] = now.misses;
   d["trie_nodes"] = trie_nodes;
-  d["regions"] = counters.regions.load();
+  d["regions"] = now.regions;
   d["cuts"] = cuts;
   d["live_buffers"] = buffers;
   d["live_nodes"] = live_nodes;
@@ -86,9 +88,8 @@ py::dict stats() {
 }
 
 void reset_stats() {
-  counters.hits = counters.misses = counters.regions = 0;
   StateGuard guard(state_lock);
-  counters.cuts.clear();
+  counters = {};
 }
 
 // Values of the pending region will be buffers at the next cut; they count as allocated already.

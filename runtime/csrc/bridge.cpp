@@ -96,10 +96,11 @@ void infer_in_python(const OpInfo& info, Stack* stack) {
   });
 }
 
-void report_fallback(const std::string& op, int64_t nbytes) {
+void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype, int64_t nbytes) {
   std::string line = current_line();
   py::gil_scoped_acquire gil;
-  guarded([&] { engine().attr("fallback")(op, line, nbytes); });
+  py::object shown = dtype ? py::cast(*dtype) : py::object(py::none());
+  guarded([&] { engine().attr("fallback")(op, shown, line, nbytes); });
 }
 
 at::Tensor download(PyObject* object) {

@@ -8,7 +8,7 @@ namespace torchtpu {
 // Replaces the arguments on the stack (meta tensors) by the results of the op's `infer` function.
 void infer_in_python(const OpInfo& info, Stack* stack);
 // The engine's answer to an op about to run on the CPU; raises where the user refuses fallbacks.
-void report_fallback(const std::string& op, int64_t nbytes);
+void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype, int64_t nbytes);
 at::Tensor download(PyObject* object);
 PyObject* upload(const at::Tensor& host, c10::DeviceIndex device);  // new reference
 void resolve_guard(PyObject* guard);

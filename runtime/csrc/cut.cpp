@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "bridge.h"
 #include "queue.h"
@@ -72,6 +74,9 @@ const std::vector<uint8_t>& agree_on_donation(Node& node, const std::vector<uint
 std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live, const std::vector<uint8_t>& free,
                                   const std::string& line) {
   Node& node = *r.at;
+  for (auto& plan : node.plans) {
+    if (plan->outputs == live && is_mask_subset(plan->donated, free)) return plan;
+  }
   auto bases = bases_of(&node, live);
   int64_t live_bytes = total_bytes(bases);
   std::shared_ptr<Plan> best;
@@ -185,16 +190,41 @@ void mark_boundary(const char* reason) {
   }
 }
 
+namespace {
+
+// How long a read waits for the owner of a pending value to end its region itself.
+constexpr auto kOwnerPatience = std::chrono::milliseconds(1);
+
+bool is_pending(const TpuStorage* s) { return s->value >= 0 && s->recorder && s->recorder->epoch == s->epoch; }
+
+// A cut in the middle of another thread's region would make that thread's programs depend on timing.
+void await_owner(const TpuStorage* s) {
+  auto deadline = std::chrono::steady_clock::now() + kOwnerPatience;
+  while (std::chrono::steady_clock::now() < deadline) {
+    {
+      StateGuard guard(state_lock);
+      if (!is_pending(s)) return;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+}  // namespace
+
 BufferRef materialize(TpuStorage* s, const char* reason) {
-  auto is_pending = [&] { return s->value >= 0 && s->recorder && s->recorder->epoch == s->epoch; };
-  bool pending;
+  bool is_ours;
   {
     StateGuard guard(state_lock);
-    if (!(pending = is_pending())) return s->buffer;
+    if (!is_pending(s)) return s->buffer;
+    is_ours = s->recorder == &recorder_for(s->device_index);
+  }
+  if (!is_ours) {
+    reason = "other_thread";
+    await_owner(s);
   }
   std::string line = current_line();
   StateGuard guard(state_lock);
-  if (is_pending()) cut_locked(*s->recorder, reason, std::move(line));
+  if (is_pending(s)) cut_locked(*s->recorder, reason, std::move(line));
   return s->buffer;
 }
 

@@ -137,9 +137,11 @@ void check_overlap(const OpInfo& info, const IValue* args) {
   }
 }
 
-bool has_bool_index(const OpInfo& info, const IValue* args) {
+// Reading through a mask has a shape that depends on data; writing through one has not.
+bool reads_through_mask(const OpInfo& info, const IValue* args) {
   bool found = false;
-  for (size_t i = 0; i < info.args.size() && info.has_optional_list; i++) {
+  bool may_read = info.has_optional_list && info.name.find("index_put") == std::string::npos;
+  for (size_t i = 0; i < info.args.size() && may_read; i++) {
     if (!args[i].isList()) continue;
     for_each_tensor(args[i], [&](const at::Tensor& t) {
       found |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
@@ -173,7 +175,7 @@ void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IV
 
 std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   check_devices(info, args);
-  if (has_bool_index(info, args)) return std::nullopt;
+  if (reads_through_mask(info, args)) return std::nullopt;
   PlainDispatch plain;
   check_overlap(info, args);
   Inferred inferred;

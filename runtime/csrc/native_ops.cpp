@@ -9,6 +9,8 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
@@ -239,15 +241,21 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
 
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   int64_t nbytes = 0;
+  std::optional<at::ScalarType> dtype;
+  auto count = [&](const Tensor& t) {
+    if (!t.defined() || !is_tpu(t)) return;
+    nbytes += static_cast<int64_t>(t.nbytes());
+    if (!dtype) dtype = t.scalar_type();
+  };
   for (const auto& v : torch::jit::last(*stack, op.schema().arguments().size())) {
-    if (v.isTensor() && v.toTensor().defined() && is_tpu(v.toTensor())) nbytes += static_cast<int64_t>(v.toTensor().nbytes());
+    if (v.isTensor()) count(v.toTensor());
     if (v.isTensorList()) {
-      for (const Tensor& t : v.toTensorVector()) nbytes += is_tpu(t) ? static_cast<int64_t>(t.nbytes()) : 0;
+      for (const Tensor& t : v.toTensorVector()) count(t);
     }
   }
   std::string name = op.schema().name().substr(op.schema().name().find("::") + 2);
   if (!op.schema().overload_name().empty()) name += "." + op.schema().overload_name();
-  report_fallback(name, nbytes);
+  report_fallback(name, dtype, nbytes);
   at::native::cpu_fallback(op, stack);
 }
 
@@ -262,6 +270,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("unfold", &at::native::unfold);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
   m.impl("copy_", &copy_);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);

@@ -58,11 +58,14 @@ at::Tensor read_to_host(const at::Tensor& t) {
 }
 
 void synchronize(c10::DeviceIndex device) {
+  auto is_meant = [&](c10::DeviceIndex index) { return device < 0 || index == device; };
   for (c10::DeviceIndex index = 0; index < device_count(); index++) {
-    if (device < 0 || index == device) cut(recorder_for(index), "synchronize");
+    if (is_meant(index)) cut(recorder_for(index), "synchronize");
   }
   wait_all();
-  finish_device(device);
+  for (c10::DeviceIndex index = 0; index < device_count(); index++) {
+    if (is_meant(index)) finish_device(index);
+  }
   raise_unseen_error();
 }
 

@@ -262,7 +262,7 @@ bool try_hit(Recorder& r, const OpInfo& info, Stack* stack, bool is_retry) {
   if (lifted.random_at >= 0) draw_random(r, *found.node, args, lifted);
   r.floats.insert(r.floats.end(), lifted.floats.begin(), lifted.floats.end());
   r.ints.insert(r.ints.end(), lifted.ints.begin(), lifted.ints.end());
-  (is_retry ? counters.misses : counters.hits).fetch_add(1, std::memory_order_relaxed);
+  (is_retry ? counters.misses : counters.hits)++;
   r.at = found.node;
   apply(r, *found.node, stack);
   return true;
@@ -426,7 +426,9 @@ c10::DeviceIndex find_device(const OpInfo& info, const IValue* args) {
   for (size_t i = 0; i < info.args.size(); i++) {
     if (args[i].isTensor()) {
       const at::Tensor& t = args[i].toTensor();
-      if (t.defined() && is_tpu(t)) return t.device().index();
+      if (!t.defined() || !is_tpu(t)) continue;
+      auto* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+      return s && !is_foreign(s) ? static_cast<TpuStorage*>(s)->device_index : t.device().index();
     } else if (args[i].isTensorList()) {
       auto list = args[i].toListRef();
       for (const IValue& v : list) {

@@ -74,9 +74,9 @@ extern Limits limits;
 extern std::atomic<bool> sync_mode;
 extern std::atomic<bool> in_forked_child;
 
-struct Counters {
-  std::atomic<int64_t> hits{0}, misses{0}, regions{0};
-  std::map<std::string, int64_t> cuts;  // by reason; under state_lock
+struct Counters {  // under state_lock
+  int64_t hits = 0, misses = 0, regions = 0;
+  std::map<std::string, int64_t> cuts;  // by reason
 };
 extern Counters counters;
 

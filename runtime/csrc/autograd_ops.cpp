@@ -1,0 +1,62 @@
+// Ops whose route is decided above the device: in come calls with their autograd state, out goes the path that serves it.
+
+#include <ATen/Context.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/linear_native.h>
+#include <torch/library.h>
+
+namespace at::native {
+
+namespace {
+
+bool has_forward_grad(const Tensor& t) { return t.defined() && t._fw_grad(0).defined(); }
+
+bool has_matching_shapes(const Tensor& query, const Tensor& key, const Tensor& value, bool is_grouped) {
+  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4) return false;
+  if (query.numel() == 0 || key.numel() == 0 || value.numel() == 0) return false;
+  bool heads_match = query.size(1) == key.size(1) || (is_grouped && query.size(1) % key.size(1) == 0);
+  return heads_match && query.size(0) == key.size(0) && query.size(0) == value.size(0) &&
+         key.size(1) == value.size(1) && key.size(2) == value.size(2) && query.size(3) == key.size(3);
+}
+
+// The fused op takes what is dense, of matching shapes and differentiated in reverse; the composite takes the rest.
+int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>&,
+                         double, bool, std::optional<double>, bool is_grouped) {
+  bool is_fused = at::globalContext().userEnabledOverrideableSDP() && isFloatingType(query.scalar_type()) &&
+                  has_matching_shapes(query, key, value, is_grouped) && !has_forward_grad(query) &&
+                  !has_forward_grad(key) && !has_forward_grad(value);
+  if (!is_fused) {
+    TORCH_CHECK(at::globalContext().userEnabledMathSDP(), "No available kernel. Aborting execution.");
+  }
+  return static_cast<int64_t>(is_fused ? SDPBackend::overrideable : SDPBackend::math);
+}
+
+}  // namespace
+
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &choose_attention)
+
+}  // namespace at::native
+
+namespace torchtpu {
+
+namespace {
+
+// linear's generated autograd kernel has no forward-mode formula: a dual tensor takes the composite path.
+at::Tensor linear(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias) {
+  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear", "");
+  static const auto generated = handle.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
+  auto is_dual = [](const at::Tensor& t) { return t.defined() && t._fw_grad(0).defined(); };
+  if (is_dual(input) || is_dual(weight) || (bias && is_dual(*bias))) return at::native::linear(input, weight, bias);
+  torch::jit::Stack stack{input, weight, bias};
+  generated.callBoxed(handle, keys, &stack);
+  return stack[0].toTensor();
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("linear", &linear); }
+
+}  // namespace
+}  // namespace torchtpu
