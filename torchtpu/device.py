@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import platform as _machine
 from dataclasses import dataclass
@@ -20,16 +19,6 @@ from torchtpu.rng import *  # noqa: F403
 from torchtpu.rng import _get_rng_state_offset, _set_rng_state_offset, device_index, generators  # noqa: F401
 from torchtpu.runtime import _C
 from torchtpu.streams import *  # noqa: F403
-
-# PCI device ids of the chips -> name, bytes of HBM per device, (major, minor) version.
-_CHIPS = {
-    "0x0027": ("TPU v3", 16 << 30, (3, 0)),
-    "0x005e": ("TPU v4", 32 << 30, (4, 0)),
-    "0x0063": ("TPU v5 lite", 16 << 30, (5, 0)),
-    "0x0062": ("TPU v5", 95 << 30, (5, 1)),
-    "0x006f": ("TPU v6 lite", 32 << 30, (6, 0)),
-    "0x0076": ("TPU7x", 96 << 30, (7, 0)),
-}
 
 
 @dataclass(frozen=True)
@@ -129,7 +118,6 @@ def synchronize(device: Any = None) -> None:
 # ---- what a device is
 
 
-@functools.cache
 def get_device_properties(device: Any = None) -> DeviceProperties:
     """The device's name, memory and version."""
     index = device_index(device)
@@ -137,8 +125,8 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
     if platform == "cpu":
         name, version = f"XLA:CPU on {_machine.machine()}", (0, 0)
     elif platform == "tpu":
-        chips = startup.chips()
-        name, _, version = _CHIPS[chips[index % len(chips)]]
+        chip = startup.chip(index)
+        name, version = chip.name, chip.version
     else:
         name, version = startup.engine().device_name(index), (0, 0)
     cores = len(os.sched_getaffinity(0)) if platform == "cpu" else 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtpu import config
+from torchtpu import config, startup
 from torchtpu.rng import device_index
 from torchtpu.runtime import _C
 
@@ -137,13 +137,11 @@ def total_memory(device: int) -> int:
     limit = config.get("memory_limit")
     if limit:
         return int(limit)
-    from torchtpu.startup import platform
-
-    if platform() == "cpu":
+    platform = startup.platform()
+    if platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(_C.device_count())
-    from torchtpu.startup import engine
-
-    return int(engine().memory_bytes(device))
+    known = startup.chip(device).nbytes if platform == "tpu" else 0
+    return known or int(startup.engine().memory_bytes(device))
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -159,7 +157,7 @@ get_memory_info = mem_get_info
 def memory_usage(device: Any = None) -> int:
     """The share of the device's memory that live buffers take, in percent."""
     free, total = mem_get_info(device)
-    return round(100 * (total - free) / total)
+    return round(100 * (total - free) / total) if total else 0
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
