@@ -70,7 +70,7 @@ def test_lowerings_import_only_the_registry_and_each_other() -> None:
 
 
 def test_jax_is_imported_by_the_runtime_and_the_op_registry_only() -> None:
-    """`jaxlib`'s private surface is touched by runtime/ alone; op files take jax from the registry, which loads it late."""
+    """Private modules are touched by runtime/ alone; op files take jax from the registry, which loads it late."""
     for path in PYTHON:
         if is_within(module_of(path), "torchtpu.runtime"):
             continue
