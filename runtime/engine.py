@@ -17,10 +17,11 @@ import torch
 from torchtpu.compiler_cache import NullStore, Store, program_key
 
 from . import log
+from .calls import Entry, Lowerings, results_of
 from .compiler import Compiler, Loaded
 from .counters import Counters
 from .executor import About, Executable, Executor
-from .fragments import Entry, Fragments, Lowerings, results_of
+from .fragments import Fragments
 from .guards import Guard
 from .lower import Module, lower
 from .memory import show_bytes

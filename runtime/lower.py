@@ -9,11 +9,17 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from . import views
-from .fragments import Aval, Fragment, Fragments, Parameter, parameters, results_of
+from .calls import Parameter, results_of
+from .fragments import Fragments
 from .hlo import tensor_type
 from .region import Base, Lifted, Op, Operand, Program, Result, Write
+from .tracing import Fragment
 from .views import Digit, View
+
+Aval = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +72,8 @@ class _Call:
 
 def _live_calls(program: Program, fragments: Fragments, precision: str) -> list[_Call]:
     """The ops whose results or checks are needed, in order."""
-    calls = []
-    for op in program.ops:
-        key, arrays = parameters(op)
-        calls.append(_Call(op, fragments.get(op, key, precision), arrays))
+    found = fragments.find(program.ops, precision)
+    calls = [_Call(op, fragment, arrays) for op, (fragment, arrays) in zip(program.ops, found, strict=True)]
     needed: set[int | None] = set(program.outputs)
     live = []
     for call in reversed(calls):
@@ -134,7 +138,7 @@ class _Writer:
                 made[i] = arguments[fragment.used.index(forwarded)]
         newest: dict[int | None, int] = {}
         for target, name in zip(call.made, made, strict=True):
-            if type(target) is Result:
+            if isinstance(target, Result):
                 self._names[target.value] = name if _is_row_major(target) else self._laid_out(target, name)
             else:
                 self._names[target.value] = self._apply(op, target, name, newest)

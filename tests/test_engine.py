@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,6 +34,7 @@ def pick(self, dim, index, ctx):
 
 
 def norm(input, shape, weight, bias, eps):
+    weight, bias = 1 if weight is None else weight, 0 if bias is None else bias
     mean = input.mean(-1, keepdims=True)
     rstd = 1 / jnp.sqrt(input.var(-1, keepdims=True) + eps)
     return (input - mean) * rstd * weight + bias, mean, rstd
@@ -355,7 +359,8 @@ def test_a_check_that_passes_gives_a_guard_that_settles(engine: Engine) -> None:
 
 def test_a_check_that_fails_is_raised_by_reads_of_it_and_of_what_follows(engine: Engine) -> None:
     work, _ = indexing(engine, [0, 7])
-    engine.finish(0)
+    with pytest.raises(IndexError):
+        engine.finish(0)
     with pytest.raises(IndexError, match=r"index out of range in self \(aten::index_select recorded at test.py:2\)"):
         engine.resolve(work.guard)
     with Record() as record:
@@ -510,6 +515,40 @@ def test_registry_lowerings_run_through_the_engine() -> None:
         x.add_(torch.randn(3), alpha=2)
     check(engine, record, x)
     engine.close()
+
+
+def test_donated_inputs_become_outputs(engine: Engine) -> None:
+    with Record() as record:
+        x, y = record.input(torch.randn(64, 64)), record.input(torch.randn(64, 64))
+        x[:8].add_(y[8:16])
+        z = y * 2.0
+    for donated, aliased in (((), 0), ((0,), 1), ((0, 1), 2)):
+        program = check(engine, record, x, z, donated=donated)
+        assert compile_(engine, program).loaded.aliased_bytes == aliased * x.nbytes
+
+
+def test_the_text_is_the_same_in_every_process() -> None:
+    """Fragments that are traced alone, in a batch or read from disk give one text, whatever the hash seed."""
+    code = (
+        "import test_engine, torch\n"
+        "from torchtpu.runtime.lower import lower\n"
+        "engine = test_engine.make_engine()\n"
+        "with test_engine.Record() as record:\n"
+        "    x = record.input(torch.zeros(3, 4))\n"
+        "    y = torch.index_select(x, 0, record.input(torch.tensor([1])))\n"
+        "    z = torch.sort(y.t(), stable=True)[0] + torch.native_layer_norm(x, [4], None, None, 1e-5)[0].t()[:, :1]\n"
+        "    x[1:].mul_(z.t())\n"
+        "program = record.program(x, z, donated=(0,))\n"
+        "if {alone}:\n"
+        "    [engine.fragments.find([op], 'highest') for op in reversed(program.ops)]\n"
+        "print(lower(program, engine.fragments, 'highest').text)\n"
+    )
+    texts = set()
+    for seed, alone in (("1", True), ("2", False)):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", code.format(alone=alone)]
+        texts.add(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    assert len(texts) == 1
 
 
 def test_a_square_result_in_another_memory_order_is_transposed(engine: Engine) -> None:
