@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -27,8 +28,6 @@ from .lower import Module, lower
 from .memory import show_bytes
 from .pjrt import Client
 from .region import Program
-
-_WAITING_SECONDS = 10.0
 
 
 class Engine:
@@ -62,6 +61,7 @@ class Engine:
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
         self.compiler = Compiler(self.client, store, counters, threads)
         self._target = self.client.target
+        self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         self._executor = Executor(self.client, counters, knob, release)
         self.history = self._executor.history
         self.launch = self._executor.launch
@@ -133,9 +133,8 @@ class Engine:
         self._executor.finish(device)
 
     def waiting(self, info: str, seconds: float) -> None:
-        """A read has been waiting: one log line each 10 seconds. The recorder calls about every half second."""
-        if seconds % _WAITING_SECONDS < 0.5 and seconds > 1:
-            log.write(f"tpu: waiting for {seconds:.0f} s: {info}")
+        """A wait has lasted 3 seconds, or 10 more: one log line."""
+        log.write(f"tpu: waiting for {seconds:.0f} s: {info}")
 
     def memory_bytes(self, device: int) -> int:
         """The bytes a device has; 0 where the platform does not say."""

@@ -17,7 +17,7 @@ class Guard:
     Threads may race in `pending` and `resolve`: each of them finds the same answer.
     """
 
-    __slots__ = ("_checks", "_client", "_earlier", "_failed", "_first_failed")
+    __slots__ = ("_checks", "_client", "_earlier", "_failed", "_first_failed", "was_raised")
 
     def __init__(self, client: Client, first_failed: Any, checks: Sequence[Check], earlier: Sequence[Guard]) -> None:
         self._client = client
@@ -25,6 +25,7 @@ class Guard:
         self._checks = checks
         self._earlier = earlier
         self._failed: Check | None = None
+        self.was_raised = False
 
     def pending(self) -> list[Guard]:
         """The guards that stand for this one now: none where all checks have passed. Never waits."""
@@ -44,6 +45,7 @@ class Guard:
         self._read()
         failed = self._failed
         if failed is not None:
+            self.was_raised = True
             raise failed.error(f"{failed.message} (aten::{failed.op} recorded at {failed.line})")
 
     def _read(self) -> None:

@@ -1,6 +1,7 @@
 #include "queue.h"
 
 #include <pthread.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
@@ -36,10 +37,13 @@ struct Queue {
 };
 Queue* queue = new Queue();
 
-// Waits for `ready` under queue->mutex, GIL released, Ctrl-C checked.  `what` describes the wait for the log.
-template <class Ready>
-void wait_until(Ready&& ready, const std::string& what) {
+constexpr double kFirstLogSeconds = 3, kLogEverySeconds = 10;
+
+// Waits for `ready` under queue->mutex, GIL released, Ctrl-C checked; a long wait logs what `describe` says.
+template <class Ready, class Describe>
+void wait_until(Ready&& ready, Describe&& describe) {
   auto start = Clock::now();
+  double next_log = kFirstLogSeconds;
   for (;;) {
     auto step = [&] {
       std::unique_lock<std::mutex> lock(queue->mutex);
@@ -57,8 +61,36 @@ void wait_until(Ready&& ready, const std::string& what) {
     py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw_python_error();
     double waited = std::chrono::duration<double>(Clock::now() - start).count();
-    if (waited > 3) report_waiting(what, waited);
+    if (waited < next_log) continue;
+    next_log += kLogEverySeconds;
+    report_waiting(describe(), waited);
   }
+}
+
+std::string describe_work(const Work& work) {
+  if (!work.plan) return "an event";
+  const char* stage = work.plan->state == Plan::kNew ? "being compiled" : "waiting for its turn";
+  return "region of " + std::to_string(work.plan->node->depth) + " ops, cut: " + work.reason + " (" + work.line + "), " +
+         stage;
+}
+
+// What the queue stands at.
+std::string describe_front() {
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  return queue->works.empty() ? "the device to finish" : describe_work(*queue->works.front());
+}
+
+// The queued region that makes this value.
+std::string describe_maker(const BufferRef& buffer) {
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    for (const auto& work : queue->works) {
+      for (const auto& output : work->outputs) {
+        if (output == buffer) return describe_work(*work);
+      }
+    }
+  }
+  return describe_front();
 }
 
 void launch_loop();
@@ -98,21 +130,29 @@ void await_readers(const Work& work) {
   }
 }
 
-void launch_work(const WorkRef& work) {
-  if (!work->plan) {
-    py::gil_scoped_acquire gil;
-    finish_device(work->device);
-    work->finished_at = seconds_now();
+// The GIL is held.
+void run(Work& work, const WorkRef& ref) {
+  if (!work.plan) {
+    finish_device(work.device);
+  } else if (PyObject* error = stored_error(work)) {
+    work_failed(work, error);
   } else {
-    await_readers(*work);
+    launch(ref);
+  }
+}
+
+void launch_work(const WorkRef& work) {
+  if (work->plan) await_readers(*work);
+  {
     py::gil_scoped_acquire gil;
     drain_decrefs();
-    if (PyObject* error = stored_error(*work)) {
-      work_failed(*work, error);
-    } else {
-      launch(work);
+    try {
+      run(*work, work);
+    } catch (python_error& error) {
+      work_failed(*work, error.value);
     }
   }
+  work->finished_at = seconds_now();
   finish(*work);
 }
 
@@ -219,7 +259,7 @@ void throttle() {
   if (queue_length() <= limits.max_in_flight) return;
   wait_until([] { return queue->is_stopping ||
                          static_cast<int64_t>(queue->next_sequence - queue->next_done) <= limits.max_in_flight; },
-             "too many regions in flight");
+             [] { return describe_front(); });
 }
 
 void wait_ready(const BufferRef& buffer) {
@@ -238,13 +278,13 @@ void wait_ready(const BufferRef& buffer) {
   }
   if (!is_pending()) return;
   wake_launcher();
-  wait_until([&] { return !is_pending() || queue->is_stopping; }, "a value");
+  wait_until([&] { return !is_pending() || queue->is_stopping; }, [&] { return describe_maker(buffer); });
   TORCH_CHECK(!is_pending(), "tpu: the runtime was shut down before this value was computed");
 }
 
 void wait_done(const WorkRef& work) {
   wake_launcher();
-  wait_until([&] { return work->is_done || queue->is_stopping; }, "the device");
+  wait_until([&] { return work->is_done || queue->is_stopping; }, [] { return describe_front(); });
 }
 
 void wait_all() {
@@ -255,7 +295,7 @@ void wait_all() {
   }
   if (queue_length() == 0) return;
   wake_launcher();
-  wait_until([&] { return queue->next_done >= last || queue->is_stopping; }, "the device");
+  wait_until([&] { return queue->next_done >= last || queue->is_stopping; }, [] { return describe_front(); });
 }
 
 // ---- what the engine answers
