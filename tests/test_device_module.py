@@ -308,3 +308,16 @@ def test_torch_compile_runs_tpu_graphs_on_the_device():
     compiled(x).sum().backward()
     assert torch.allclose(compiled(x).detach().cpu(), model(x).detach().cpu())
     assert model.weight.grad.is_tpu
+
+
+def test_torch_compile_leaves_other_graphs_to_inductor(monkeypatch):
+    torch._dynamo.reset()
+    modes = []
+
+    def inductor(mode, options, dynamic):
+        modes.append(mode)
+        return lambda graph, inputs: graph.forward
+
+    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", inductor)
+    assert torch.compile(lambda a: a + 1)(torch.ones(2)).tolist() == [2, 2]
+    assert modes == ["default"]

@@ -37,9 +37,10 @@ def install() -> Counter[str]:
 
     constructors: Any = _device_constructors()
     for function in constructors:
+        name: str = function.__name__
         for module in (torch, torch.fft, torch.signal.windows):
-            if getattr(module, function.__name__, None) is function:
-                setattr(module, function.__name__, _swapping(function, swap))
+            if getattr(module, name, None) is function:
+                setattr(module, name, _swapping(function, swap))
     for owner, names in ((torch.Tensor, _TENSOR_METHODS), (torch.nn.Module, _MODULE_METHODS), *_FUNCTIONS):
         for name in names:
             setattr(owner, name, _swapping(getattr(owner, name), swap))
