@@ -139,7 +139,7 @@ class _Writer:
         newest: dict[int | None, int] = {}
         for target, name in zip(call.made, made, strict=True):
             if isinstance(target, Result):
-                self._names[target.value] = name if _is_row_major(target) else self._laid_out(target, name)
+                self._names[target.value] = name if _is_whole(target, target.base) else self._laid_out(target, name)
             else:
                 self._names[target.value] = self._apply(op, target, name, newest)
             self._layouts[target.value] = target.base
@@ -181,12 +181,15 @@ class _Writer:
         if type(parameter) is Lifted:
             return self._number(parameter)
         assert type(parameter) is Operand
+        value = parameter.value
+        if value is not None and parameter.offset == 0 and _is_whole(parameter, self._layouts[value]):
+            return self._names[value]
         view = _view(parameter)
-        key = (parameter.value, view, parameter.offset)
+        key = (value, view, parameter.offset)
         name = self._read.get(key)
         if name is None:
-            base = None if parameter.value is None else self._layouts[parameter.value]
-            array = "" if parameter.value is None else self._names[parameter.value]
+            base = None if value is None else self._layouts[value]
+            array = "" if value is None else self._names[value]
             snippet = views.read(base, view, is_flat=self._takes_flat(base, view, parameter.offset))
             name = self._read[key] = self._paste(snippet, array, "", parameter.offset)
         return name
@@ -273,9 +276,9 @@ class _Writer:
         return self._count
 
 
-def _is_row_major(result: Result) -> bool:
-    base = result.base
-    return result.sizes == base.shape and result.dtype == base.dtype and result.strides == _row_major(base.shape)
+def _is_whole(tensor: Operand | Result, base: Base) -> bool:
+    """Whether a tensor at offset 0 is its array as it stands."""
+    return tensor.sizes == base.shape and tensor.dtype == base.dtype and tensor.strides == _row_major(base.shape)
 
 
 @functools.lru_cache(maxsize=65536)
