@@ -1,0 +1,165 @@
+"""Resizing of images: in come (batch, channels, *space) and an output size, out go resized images or gradients.
+
+Every mode is separable: a table of (input index, weight) per output position for each dimension, known when tracing.
+A gradient uses the transposed table, so it gathers too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchtpu.ops.registry import jnp, lowering, opmath
+
+_NAMES = ("1d", "2d", "3d")
+_SCALES = {"scales": None, "scales_d": None, "scales_h": None, "scales_w": None}
+Array = np.ndarray[Any, Any]
+
+
+class _Table(NamedTuple):
+    """For each output position the inputs it reads and their weights; a `weight` of NaN marks an unused entry."""
+
+    index: Array
+    weight: Array
+
+    def transposed(self, length: int) -> _Table:
+        rows: list[dict[int, float]] = [{} for _ in range(length)]
+        for place, (index, weight) in enumerate(zip(self.index, self.weight, strict=True)):
+            for i, w in zip(index, weight, strict=True):
+                if not math.isnan(w):
+                    rows[i][place] = rows[i].get(place, 0.0) + w
+        width = max(map(len, rows), default=0)
+        index, weights = np.zeros((length, width), np.int32), np.full((length, width), np.nan)
+        for i, row in enumerate(rows):
+            index[i, : len(row)], weights[i, : len(row)] = list(row), list(row.values())
+        return _Table(index, weights)
+
+
+def _apply(x: Any, axis: int, table: _Table) -> Any:
+    shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+    made: Any = 0
+    for index, weight in zip(table.index.T, table.weight.T, strict=True):
+        part = jnp.take(x, jnp.asarray(index), axis)
+        unused = np.isnan(weight)
+        if not (weight == 1).all():
+            part = part * np.where(unused, 0, weight).reshape(shape).astype(x.dtype)
+        made = made + (jnp.where(unused.reshape(shape), 0, part) if unused.any() else part)
+    return made
+
+
+def _ratio(length: int, count: int, scale: Any) -> np.float32:
+    return np.float32(1 / scale) if scale is not None and scale > 0 else np.float32(length) / np.float32(count)
+
+
+def _nearest(shift: float, length: int, count: int, align_corners: bool, scale: Any) -> _Table:
+    source = np.floor((np.arange(count, dtype=np.float32) + np.float32(shift)) * _ratio(length, count, scale))
+    return _Table(np.minimum(source, length - 1).astype(np.int32)[:, None], np.ones((count, 1)))
+
+
+def _positions(length: int, count: int, align_corners: bool, scale: Any) -> Array:
+    out = np.arange(count, dtype=np.float32)
+    if align_corners:
+        return out * (np.float32(length - 1) / np.float32(count - 1) if count > 1 else np.float32(0))
+    return _ratio(length, count, scale) * (out + np.float32(0.5)) - np.float32(0.5)
+
+
+def _linear(length: int, count: int, align_corners: bool, scale: Any) -> _Table:
+    source = np.maximum(_positions(length, count, align_corners, scale), np.float32(0))
+    low = np.minimum(source.astype(np.int32), length - 1)
+    part = np.clip(source - low.astype(np.float32), 0, 1)
+    return _Table(np.stack([low, np.minimum(low + 1, length - 1)], 1), np.stack([1 - part, part], 1))
+
+
+def _cubic_weight(distance: Array, a: float) -> Array:
+    d = np.abs(distance)
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    return np.where(d <= 1, near, np.where(d < 2, far, 0))
+
+
+def _cubic(length: int, count: int, align_corners: bool, scale: Any) -> _Table:
+    source = _positions(length, count, align_corners, scale)
+    low = np.floor(source).astype(np.int32)
+    taps = low[:, None] + np.arange(-1, 3)
+    return _Table(np.clip(taps, 0, length - 1), _cubic_weight(source.astype(np.float64)[:, None] - taps, -0.75))
+
+
+def _antialiased(kernel: Callable[[Array], Array], reach: float, length: int, count: int, align_corners: bool, scale: Any) -> _Table:
+    ratio = float((length - 1) / (count - 1) if count > 1 else 0.0) if align_corners else float(_ratio(length, count, scale))
+    stretch = max(ratio, 1.0)
+    centre = ratio * (np.arange(count) + 0.5)
+    first = np.maximum((centre - reach * stretch + 0.5).astype(np.int64), 0)
+    last = np.minimum((centre + reach * stretch + 0.5).astype(np.int64), length)
+    taps = first[:, None] + np.arange(max(int((last - first).max(initial=0)), 1))
+    weight = np.where(taps < last[:, None], kernel((taps - centre[:, None] + 0.5) / stretch), 0.0)
+    weight = weight / weight.sum(1, keepdims=True)
+    weight[taps >= last[:, None]] = np.nan
+    return _Table(np.minimum(taps, length - 1).astype(np.int32), weight)
+
+
+def _triangle(distance: Array) -> Array:
+    return np.maximum(1 - np.abs(distance), 0)
+
+
+_MODES: dict[str, tuple[tuple[int, ...], bool, Callable[..., _Table]]] = {
+    # name without rank -> (ranks, whether it takes align_corners, table)
+    "upsample_nearest": ((1, 2, 3), False, functools.partial(_nearest, 0.0)),
+    "_upsample_nearest_exact": ((1, 2, 3), False, functools.partial(_nearest, 0.5)),
+    "upsample_linear": ((1,), True, _linear),
+    "upsample_bilinear": ((2,), True, _linear),
+    "upsample_trilinear": ((3,), True, _linear),
+    "upsample_bicubic": ((2,), True, _cubic),
+    "_upsample_bilinear2d_aa": ((2,), True, functools.partial(_antialiased, _triangle, 1.0)),
+    "_upsample_bicubic2d_aa": ((2,), True, functools.partial(_antialiased, lambda d: _cubic_weight(d, -0.5), 2.0)),
+}
+
+
+def _tables(table: Callable[..., _Table], input_size: Any, output_size: Any, rest: tuple[Any, ...], aligned: bool) -> list[_Table]:
+    align_corners, scales = (rest[0], rest[1:]) if aligned else (False, rest)
+    sizes = zip(input_size[-len(output_size) :], output_size, scales, strict=True)
+    return [table(length, count, align_corners, scale) for length, count, scale in sizes]
+
+
+def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
+    def forward(self: Any, output_size: Any, *rest: Any) -> Any:
+        made = self
+        rank = len(output_size)
+        for i, (t, count) in enumerate(zip(_tables(table, self.shape, output_size, rest, aligned), output_size, strict=True)):
+            axis = self.ndim - rank + i
+            if t.index.shape[1] == 1 and count % self.shape[axis] == 0 and (t.index[:, 0] == np.arange(count) * self.shape[axis] // count).all():
+                made = jnp.repeat(made, count // self.shape[axis], axis)
+            elif t.index.shape[1] == 1:
+                made = jnp.take(made, jnp.asarray(t.index[:, 0]), axis)
+            else:
+                made = _apply(_real(made), axis, t)
+        if jnp.issubdtype(self.dtype, jnp.integer) and jnp.issubdtype(made.dtype, jnp.floating):
+            made = jnp.clip(jnp.round(made), 0, 255)  # PyTorch resizes uint8 images only
+        return made
+
+    def backward(grad_output: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
+        made = opmath(grad_output)
+        rank = len(output_size)
+        for i, t in enumerate(_tables(table, input_size, output_size, rest, aligned)):
+            axis = made.ndim - rank + i
+            length, count = input_size[axis], output_size[i]
+            if t.index.shape[1] == 1 and count % length == 0 and (t.index[:, 0] == np.arange(count) * length // count).all():
+                made = made.reshape(*made.shape[:axis], length, count // length, *made.shape[axis + 1 :]).sum(axis + 1)
+            else:
+                made = _apply(made, axis, t.transposed(length))
+        return made
+
+    lowering(name, structural=_SCALES)(forward)
+    lowering(f"{name}_backward", structural=_SCALES)(backward)
+
+
+def _real(x: Any) -> Any:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else opmath(x)
+
+
+for _name, (_ranks, _aligned, _table) in _MODES.items():
+    for _rank in _ranks:
+        _register(_name if _name.endswith("_aa") else f"{_name}{_NAMES[_rank - 1]}", _table, _aligned)
