@@ -116,9 +116,9 @@ def main() -> None:
     started = time.perf_counter()
     for step, (images, digits) in enumerate(training):
         loss = F.cross_entropy(model(images.to(a.device, non_blocking=True)), digits.to(a.device, non_blocking=True))
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         scheduler.step()
         losses[step] = loss.detach()
         if step % 25 == 0 or step == a.steps - 1:

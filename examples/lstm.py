@@ -89,9 +89,9 @@ def main() -> None:
         for before, after in DataLoader(names, a.batch, shuffle=True, drop_last=True):
             scores, _ = model(before.to(a.device))
             loss = F.cross_entropy(scores.flatten(0, 1), after.to(a.device).flatten(), ignore_index=IGNORED)
-            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             losses[step] = loss.detach()
             if step % 25 == 0 or step == a.steps - 1:
                 print(f"step {step:4d}  loss {loss.item():.4f}  {time.perf_counter() - started:6.1f} s", flush=True)

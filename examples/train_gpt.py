@@ -130,10 +130,10 @@ def main() -> None:
     for step in range(a.steps):
         x, y = draw_batch(corpus, a.batch, a.context, a.device)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        optimizer.zero_grad()
         scheduler.step()
         losses[step] = loss.detach()
         if step % 25 == 0 or step == a.steps - 1:
