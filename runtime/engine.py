@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ def _largest(program: Program) -> str:
 
 def _explained(error: BaseException, about: About) -> Exception:
     """The error of a failed build."""
-    if not isinstance(error, Exception):
+    if isinstance(error, CancelledError):
         return RuntimeError(f"the region recorded at {about.line} was not compiled: the engine is closed")
     text = f"the region recorded at {about.line} ({about.ops} ops) could not be compiled: {error}"
     kind = torch.OutOfMemoryError if "RESOURCE_EXHAUSTED" in str(error) else RuntimeError

@@ -37,7 +37,7 @@ class About(NamedTuple):
 class Executable:
     """What a plan is given: a loaded program with all that a launch needs of it."""
 
-    __slots__ = ("_flat", "_make_flat", "about", "checks", "handlers", "is_fresh", "loaded", "module", "run")
+    __slots__ = ("_flat", "_make_flat", "about", "checks", "handlers", "inputs", "is_fresh", "loaded", "offsets", "run")
 
     def __init__(
         self,
@@ -49,7 +49,8 @@ class Executable:
         make_flat: Callable[[], Executable],
     ) -> None:
         outputs = list(module.outputs) + ([((), torch.int32)] if module.checks else [])
-        self.module = module
+        self.inputs = module.inputs
+        self.offsets = module.offsets
         self.loaded = loaded
         self.about = about
         self.run = loaded.executable
@@ -61,7 +62,7 @@ class Executable:
 
     def at(self, ints: list[int]) -> Executable:
         """The program for these run-time ints: this one, or the one that takes nothing for granted of offsets."""
-        for index, digits in self.module.offsets.items():
+        for index, digits in self.offsets.items():
             offset = ints[index]
             for weight, size, limit in digits:
                 if offset // weight % size > limit:
@@ -114,7 +115,7 @@ class Executor:
 
     def _run(self, work: Any) -> tuple[list[Any], Guard | None]:
         client, executable, device = self._client, work.executable, work.device
-        if executable.module.offsets:
+        if executable.offsets:
             executable = executable.at(work.ints.tolist())
         arguments = work.inputs()
         for numbers in (work.floats, work.ints):
@@ -190,7 +191,7 @@ class Executor:
 
 def _check_arguments(client: Client, executable: Executable, arguments: list[Any]) -> None:
     """XLA checks only the size in bytes: the first launch checks shapes and dtypes."""
-    for i, (array, expected) in enumerate(zip(arguments, executable.module.inputs, strict=False)):
+    for i, (array, expected) in enumerate(zip(arguments, executable.inputs, strict=False)):
         actual = client.aval(array)
         assert actual == expected, (
             f"input {i} of the region recorded at {executable.about.line} is {actual}, not {expected}"

@@ -74,11 +74,6 @@ class Client:
         """What the platform calls the device."""
         return str(self.devices[device].device_kind)
 
-    def close(self) -> None:
-        """Drops the client; arrays that are still held keep what they need of it."""
-        self.devices, self._shardings, self._options = [], [], []
-        self._client = None
-
     # compile
 
     def compile(self, text: str, device: int) -> Any:
@@ -136,14 +131,9 @@ class Client:
         if self.platform == "cpu":
             capsule = torch._C._to_dlpack(tensor)
             return _jax.dlpack_managed_tensor_to_buffer(capsule, self.devices[device], None)
-        host = _numpy(tensor)
         aval = _aval(tuple(tensor.shape), tensor.dtype)
-        return _jax.batched_device_put(aval, self._shardings[device], [host], [self.devices[device]])
-
-    def copy(self, array: Any, device: int) -> Any:
-        """The array on another device."""
-        aval = ShapedArray(array.shape, array.dtype)
-        return _jax.batched_device_put(aval, self._shardings[device], [array], [self.devices[device]])
+        with jax.enable_x64(True):  # or 64-bit types would lose half their bits
+            return _jax.batched_device_put(aval, self._shardings[device], [_numpy(tensor)], [self.devices[device]])
 
     def download(self, array: Any) -> torch.Tensor:
         """A contiguous CPU tensor of the array's contents (on the CPU platform of its memory); waits for it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,10 +23,8 @@ KINDS = (
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    client = Client("cpu")
-    yield client
-    client.close()
+def client() -> Client:
+    return Client("cpu")
 
 
 class Cases:
