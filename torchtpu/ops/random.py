@@ -174,7 +174,7 @@ def random_from(self, low, to, *, generator):
     return _integers(generator, self.shape, low, (_largest(self.dtype) + 1 if to is None else to) - low)
 
 
-@lowering("randperm.generator")
+@lowering("randperm.generator", "randperm.generator_out")
 def randperm(n, *, generator, **_):
     # A third key keeps equal draws in order; with 64 random bits they do not occur.
     high, low = bits(generator, (2, n))
@@ -309,7 +309,7 @@ def standard_gamma_grad(self, output):
 
 @lowering("_dirichlet_grad", infer=_like_first)
 def dirichlet_grad(x, alpha, total):
-    # -dF/dα / (f (1 - x)) for the distribution function F and the density f of Beta(α, β): the integral of
+    # -dF/da / (f (1 - x)) for the distribution function F and the density f of Beta(a, b): the integral of
     # (log t - c) f(t) from 0 to x, or from x to 1, over whichever side does not hold the peak.
     x, alpha, total = (jnp.asarray(v, jnp.float64) for v in (x, alpha, total))
     beta = total - alpha
