@@ -74,7 +74,7 @@ def programs_compiled() -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [(n, f) for n in OPTIMIZERS for f in FORMS if f != "fused" or n in FUSED], ids="-".join
+    ("name", "form"), [(n, f) for n in OPTIMIZERS for f in FORMS if f != "fused" or n in FUSED], ids=str
 )
 def test_an_optimizer_steps_as_on_the_cpu(name: str, form: str) -> None:
     assert_trains_as_on_cpu(lambda p: OPTIMIZERS[name](p, **FORMS[form]))
