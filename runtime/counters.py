@@ -5,8 +5,7 @@ Plain attributes: an increment may be lost when two threads race, which a metric
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -31,7 +30,6 @@ class Counters:
     downloads: int = 0
     bytes_downloaded: int = 0
     offset_variants: int = 0
-    cpu_fallbacks: Counter[str] = field(default_factory=Counter)
 
     def snapshot(self) -> dict[str, Any]:
         """The totals as a plain dict."""

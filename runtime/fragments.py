@@ -48,8 +48,11 @@ class Fragments:
         known, keys, arrays = self._known, [], []
         missing: dict[str, Op] = {}
         for op in ops:
-            arguments, found = parameters(op)
-            key = f"{op.name}({arguments})->({describe_results(op)}) {precision}"
+            try:
+                arguments, found = parameters(op)
+                key = f"{op.name}({arguments})->({describe_results(op)}) {precision}"
+            except TypeError as error:  # an element type that XLA does not have
+                raise explained(op, error) from error
             keys.append(key)
             arrays.append(found)
             if key not in known:

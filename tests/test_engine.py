@@ -395,6 +395,13 @@ def test_a_lowering_that_raises_names_op_and_line() -> None:
     engine.close()
 
 
+def test_an_element_type_that_xla_lacks_names_op_and_line(engine: Engine) -> None:
+    with Record() as record:
+        y = record.input(torch.zeros(2, dtype=torch.complex32)).clone()
+    with pytest.raises(RuntimeError, match=r"aten::clone recorded at test.py:2 .* torch.complex32 tensors cannot live"):
+        compile_(engine, record.program(y))
+
+
 def test_a_wrong_shape_of_a_lowering_is_an_error() -> None:
     engine = make_engine(lowerings={"neg": Lowering("neg", lambda x: x[None])})
     with Record() as record:
