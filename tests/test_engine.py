@@ -395,6 +395,7 @@ def test_a_lowering_that_raises_names_op_and_line() -> None:
     engine.close()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_an_element_type_that_xla_lacks_names_op_and_line(engine: Engine) -> None:
     with Record() as record:
         y = record.input(torch.zeros(2, dtype=torch.complex32)).clone()
