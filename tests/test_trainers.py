@@ -94,5 +94,5 @@ def test_a_trainer_library_trains_on_tpu(library: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = re.search(r"device tpu losses (\S+) (\S+)", done.stdout)
     assert found, done.stdout
-    assert float(found[2]) < 0.7 * float(found[1])
+    assert float(found[2]) < 0.9 * float(found[1])
     assert "mapped to tpu" in done.stderr
