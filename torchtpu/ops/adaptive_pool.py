@@ -1,10 +1,11 @@
-"""Adaptive and fractional pooling: in come (…, *space), out go arrays of a given size; the windows are known when tracing."""
+"""Adaptive and fractional pooling: in come (…, *space), out go arrays of a given size; windows are static."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ from torchtpu.ops.pool import best_of, places
 from torchtpu.ops.registry import jnp, lowering, opmath
 
 
-class _Table(NamedTuple):
+@dataclass(frozen=True)
+class _Table:
     """For each output a row of inputs; rows are filled up by repeating, `valid` marks what is not repeated."""
 
     index: np.ndarray[Any, Any]
@@ -51,7 +53,12 @@ def _gather_sum(x: Any, axis: int, table: _Table, weight: np.ndarray[Any, Any] |
     length, (count, size) = x.shape[axis], table.index.shape
     if table.valid.all() and size * count == length and (table.index.ravel() == np.arange(length)).all():
         return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :]).sum(axis + 1)
-    if table.valid.all() and size == 1 and count % length == 0 and (table.index[:, 0] == np.arange(count) * length // count).all():
+    if (
+        table.valid.all()
+        and size == 1
+        and count % length == 0
+        and (table.index[:, 0] == np.arange(count) * length // count).all()
+    ):
         return jnp.repeat(x, count // length, axis)
     parts = zip(_take(x, table.index, axis), table.valid.T, strict=True)
     return sum(jnp.where(_shaped(valid, x.ndim, axis), part, 0) for part, valid in parts)

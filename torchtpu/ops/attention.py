@@ -59,7 +59,17 @@ def _drops(dropout_p: Any) -> bool:
 
 @lowering("_scaled_dot_product_fused_attention_overrideable", random=True, structural=_DROPOUT)
 def attention(
-    query, key, value, attn_bias=None, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None, generator, ctx
+    query,
+    key,
+    value,
+    attn_bias=None,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
+    generator,
+    ctx,
 ):
     shape = query.shape[:-1] + value.shape[-1:]
     query, key, value = map(_batched, (query, key, value))

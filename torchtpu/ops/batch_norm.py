@@ -1,4 +1,4 @@
-"""Batch norm, alone and across devices: in come (batch, channels, *space) and running statistics, out go both, updated."""
+"""Batch norm, alone and across devices: in come (batch, channels, *space) and statistics, out go both, updated."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def _moved(running: Any, new: Any, momentum: Any) -> Any:
     return (1 - momentum) * running.astype(new.dtype) + momentum * new
 
 
-def _normalize(input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: Any, eps: Any) -> Any:
+def _normalize(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: Any, eps: Any
+) -> Any:
     """(output, mean, rstd, running mean, running variance) of one call."""
     x = opmath(input)
     if not training:
@@ -85,7 +87,9 @@ def batch_norm_with_update(input, weight, bias, running_mean, running_var, momen
 @lowering("_batch_norm_no_update")
 def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentum, eps, *, ctx):
     training = running_mean is None
-    made, mean, rstd, *_ = native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, ctx=ctx)
+    made, mean, rstd, *_ = native_batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, ctx=ctx
+    )
     return made, mean, rstd, jnp.zeros((0,), jnp.uint8)
 
 
@@ -128,7 +132,7 @@ def _statistics_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _two_per_channel(input: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    make = lambda: input.new_empty(input.shape[1], dtype=_statistics_dtype(input))  # noqa: E731
+    make = lambda: input.new_empty(input.shape[1], dtype=_statistics_dtype(input))
     return make(), make()
 
 
@@ -137,7 +141,14 @@ def _like_input(input: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _infer_reduce(
-    grad_out: torch.Tensor, input: torch.Tensor, mean: Any, invstd: Any, weight: Any, input_g: bool, weight_g: bool, bias_g: bool
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    mean: Any,
+    invstd: Any,
+    weight: Any,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     stats, affine = _statistics_dtype(input), input.dtype if weight is None else weight.dtype
     wanted = ((input_g, stats), (input_g, stats), (weight_g, affine), (bias_g, affine))

@@ -1,4 +1,4 @@
-"""Convolutions of one to three spatial dimensions: in come images as (batch, channels, *space), out go images or gradients.
+"""Convolutions of one to three spatial dimensions: in come (batch, channels, *space), out go images or gradients.
 
 A transposed convolution is the gradient of a plain one, and every gradient is the linear transpose of a plain one, so
 the choice of a formulation is made in `_convolve` alone.
@@ -146,7 +146,19 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
 
 @lowering("convolution_backward")
 def convolution_backward(
-    grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask, *, ctx
+    grad_output,
+    input,
+    weight,
+    bias_sizes,
+    stride,
+    padding,
+    dilation,
+    transposed,
+    output_padding,
+    groups,
+    output_mask,
+    *,
+    ctx,
 ):
     window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
     grad, x, w = _computed(ctx, grad_output, input, weight)

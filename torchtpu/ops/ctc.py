@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: in come log probabilities (time, batch, classes) and labels, out go losses or gradients."""
+"""Connectionist temporal classification: in come log probabilities and labels, out go losses or gradients."""
 
 from __future__ import annotations
 
@@ -115,7 +115,5 @@ def ctc_loss_backward(
     # PyTorch's gradient is the one through log_softmax: the probabilities less how often each class was used.
     used = jax.grad(log_likelihood)(log_probs)
     made = (jnp.exp(log_probs) - used) * grad.reshape(1, -1, 1)
-    made = jnp.where(jnp.arange(log_probs.shape[0])[:, None, None] < times[:, None], made, 0)
-    infinite = (loss == jnp.inf)[None, :, None]
-    made = jnp.where(infinite, 0 if zero_infinity else jnp.nan, made)
-    return made.reshape(shape)
+    made = jnp.where((loss == jnp.inf)[None, :, None], 0 if zero_infinity else jnp.nan, made)
+    return jnp.where(jnp.arange(log_probs.shape[0])[:, None, None] < times[:, None], made, 0).reshape(shape)

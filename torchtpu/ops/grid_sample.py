@@ -47,8 +47,8 @@ def _read(x: Any, places: list[Any]) -> Any:
 
 def _cubic(part: Any) -> list[Any]:
     a = -0.75
-    near = lambda d: ((a + 2) * d - (a + 3)) * d * d + 1  # noqa: E731
-    far = lambda d: ((a * d - 5 * a) * d + 8 * a) * d - 4 * a  # noqa: E731
+    near = lambda d: ((a + 2) * d - (a + 3)) * d * d + 1
+    far = lambda d: ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
     return [far(part + 1), near(part), near(1 - part), far(2 - part)]
 
 
@@ -85,7 +85,9 @@ def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
 
 
 @lowering("grid_sampler_2d_backward", "grid_sampler_3d_backward")
-def grid_sampler_backward(grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask, *, ctx):
+def grid_sampler_backward(
+    grad_output, input, grid, interpolation_mode, padding_mode, align_corners, output_mask, *, ctx
+):
     sample = functools.partial(_sample, mode=interpolation_mode, padding_mode=padding_mode, align_corners=align_corners)
     _, transpose = jax.vjp(sample, opmath(input), opmath(grid))
     grad_input, grad_grid = transpose(opmath(grad_output))

@@ -1,4 +1,7 @@
-"""Losses over classes: in come scores and class indices, out go losses (reduction 0 none, 1 mean, 2 sum) or gradients."""
+"""Losses over classes: in come scores and class indices, out go losses or gradients.
+
+`reduction` is 0 for none, 1 for the mean, 2 for the sum.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,18 @@ def _margins(self: Any, target: Any, margin: Any, weight: Any, ctx: Any) -> tupl
     return jnp.where(other & (inside > 0), inside, 0), other, each
 
 
-@lowering("multi_margin_loss", structural={"p": None})
+def _infer_multi_margin(self: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    # PyTorch's shape function gives one sample's loss the shape (1,), its kernels give it ().
+    made: torch.Tensor = torch.ops.aten.multi_margin_loss(self, *rest, **named)
+    return made.reshape(()) if self.dim() < 2 else made
+
+
+def _infer_multilabel_margin(self: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, ...]:
+    made, is_target = torch.ops.aten.multilabel_margin_loss_forward(self, target, reduction)
+    return (made.reshape(()) if self.dim() < 2 else made), is_target
+
+
+@lowering("multi_margin_loss", structural={"p": None}, infer=_infer_multi_margin)
 def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1, *, ctx):
     inside, _, each = _margins(self, target, margin, weight, ctx)
     losses = ((inside if p == 1 else jnp.square(inside)) * each).sum(1) / self.shape[-1]
@@ -128,7 +142,7 @@ def _pair_margins(x: Any, target: Any, listed: Any, named: Any) -> Any:
     return jnp.where(listed[:, :, None] & ~named[:, None, :] & (inside > 0), inside, 0)
 
 
-@lowering("multilabel_margin_loss_forward")
+@lowering("multilabel_margin_loss_forward", infer=_infer_multilabel_margin)
 def multilabel_margin_loss(self, target, reduction, *, ctx):
     x, rows, listed, named = _label_rows(self, target, ctx)
     losses = _pair_margins(x, rows, listed, named).sum((1, 2)) / x.shape[1]

@@ -29,7 +29,7 @@ def contract(x: Any, y: Any, over: Any, batch: Any, ctx: Any) -> Any:
 
 
 def product(x: Any, y: Any, ctx: Any) -> Any:
-    """The matrix product of the last two dimensions (of the last one where `y` is a vector), batched over the others."""
+    """The matrix product over the last two dimensions (the last one of a vector `y`), batched over the others."""
     batch = tuple(range(max(y.ndim - 2, 0)))
     return contract(x, y, ((x.ndim - 1,), (len(batch),)), (batch, batch), ctx)
 

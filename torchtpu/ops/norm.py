@@ -127,4 +127,3 @@ def weight_norm_backward(grad_w, saved_v, saved_g, saved_norms, dim):
     axes = tuple(i for i in range(v.ndim) if i != dim % v.ndim)
     along = (grad * v).sum(axes, keepdims=True)
     return (g / norm) * (grad - v * along / jnp.square(norm)), along / norm
-

@@ -1,10 +1,11 @@
-"""Max and average pooling over windows: in come (batch, channels, *space) or (channels, *space), out go pooled arrays or gradients."""
+"""Max and average pooling over windows: in come (…, channels, *space), out go pooled arrays or gradients."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from torchtpu.ops.registry import jnp, lax, lowering, opmath
 _MOST_SLICES = 32
 
 
-class Windows(NamedTuple):
+@dataclass(frozen=True)
+class Windows:
     """The windows over one dimension: `count` of them, of `size` elements `dilation` apart, the first at `-padding`."""
 
     length: int
@@ -28,8 +30,10 @@ class Windows(NamedTuple):
         return self.dilation * (self.size - 1) + 1
 
 
-def windows_of(rank: int, space: Any, counts: Any, kernel: Any, stride: Any, padding: Any, dilation: Any = (1,)) -> list[Windows]:
-    spread = lambda v: tuple(v) * rank if len(v) == 1 else tuple(v)  # noqa: E731
+def windows_of(
+    rank: int, space: Any, counts: Any, kernel: Any, stride: Any, padding: Any, dilation: Any = (1,)
+) -> list[Windows]:
+    spread = lambda v: tuple(v) * rank if len(v) == 1 else tuple(v)
     columns = (spread(v) for v in (kernel, stride or kernel, padding, dilation))
     return [Windows(*row) for row in zip(space[-rank:], counts[-rank:], *columns, strict=True)]
 
@@ -76,11 +80,12 @@ def max_pool3d(self, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_m
 
 def _max_pool(rank: int, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ctx: Any) -> Any:
     place = places(x, rank)
-    counts = ctx.results[0][0]
+    windows = windows_of(rank, x.shape, ctx.results[0][0], kernel, stride, padding, dilation)
     # One dimension after the other, the innermost first, keeps PyTorch's choice among equals.
-    for axis, w in reversed(list(zip(range(-rank, 0), windows_of(rank, x.shape, counts, kernel, stride, padding, dilation)))):
-        axis %= x.ndim
-        x, place = best_of(zip(_slices(x, axis, w, lowest(x.dtype)), _slices(place, axis, w, -1)))
+    for axis in range(x.ndim - 1, x.ndim - rank - 1, -1):
+        w = windows[axis - x.ndim]
+        pairs = zip(_slices(x, axis, w, lowest(x.dtype)), _slices(place, axis, w, -1), strict=True)
+        x, place = best_of(pairs)
     return x, place
 
 
@@ -94,7 +99,9 @@ def max_pool3d_backward(grad_output, self, kernel_size, stride, padding, dilatio
     return _max_pool_backward(3, grad_output, self, kernel_size, stride, padding, dilation, indices)
 
 
-def _max_pool_backward(rank: int, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, indices: Any) -> Any:
+def _max_pool_backward(
+    rank: int, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, indices: Any
+) -> Any:
     """Each element gathers from the few windows that hold it: scatters are slow on every platform but this is not.
 
     The plane is cut into blocks of one stride: block q is met by window q and by the `reach - 1` before it.
@@ -107,9 +114,11 @@ def _max_pool_backward(rank: int, grad: Any, x: Any, kernel: Any, stride: Any, p
     pads += [(r - 1, b - w.count, 0) for r, b, w in zip(reach, blocks, windows, strict=True)]
     grads = lax.pad(opmath(grad), jnp.zeros((), opmath(grad).dtype), pads)
     chosen = lax.pad(indices.astype(jnp.int32), jnp.int32(-1), pads)
-    place = np.pad(np.arange(math.prod(x.shape[-rank:]), dtype=np.int32).reshape(x.shape[-rank:]),
-                   [(w.padding, b * w.stride - w.length - w.padding) for w, b in zip(windows, blocks, strict=True)],
-                   constant_values=-2)
+    place = np.pad(
+        np.arange(math.prod(x.shape[-rank:]), dtype=np.int32).reshape(x.shape[-rank:]),
+        [(w.padding, b * w.stride - w.length - w.padding) for w, b in zip(windows, blocks, strict=True)],
+        constant_values=-2,
+    )
     split = [n for w, b in zip(windows, blocks, strict=True) for n in (b, w.stride)]
     place = place.reshape(split)
     widened = [n for b in blocks for n in (b, 1)]
@@ -125,13 +134,17 @@ def _max_pool_backward(rank: int, grad: Any, x: Any, kernel: Any, stride: Any, p
 
 
 @lowering("avg_pool2d")
-def avg_pool2d(self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None, *, ctx):
+def avg_pool2d(
+    self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None, *, ctx
+):
     windows = windows_of(2, self.shape, ctx.results[0][0], kernel_size, stride, padding)
     return _avg_pool(self, windows, count_include_pad, divisor_override)
 
 
 @lowering("avg_pool3d")
-def avg_pool3d(self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None, *, ctx):
+def avg_pool3d(
+    self, kernel_size, stride=(), padding=(0,), ceil_mode=False, count_include_pad=True, divisor_override=None, *, ctx
+):
     windows = windows_of(3, self.shape, ctx.results[0][0], kernel_size, stride, padding)
     return _avg_pool(self, windows, count_include_pad, divisor_override)
 
@@ -162,17 +175,25 @@ def _divide(x: Any, windows: list[Windows], count_include_pad: bool, divisor: An
             padded = np.minimum(start + w.size, w.length + w.padding) - start
             inside = np.minimum(start + w.size, w.length) - np.maximum(start, 0)
             divisor = divisor[..., None] * (padded if count_include_pad else inside)
-    return x // jnp.asarray(divisor, x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x / jnp.asarray(divisor, x.dtype)
+    return (
+        x // jnp.asarray(divisor, x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.integer)
+        else x / jnp.asarray(divisor, x.dtype)
+    )
 
 
 @lowering("avg_pool2d_backward")
-def avg_pool2d_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+def avg_pool2d_backward(
+    grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+):
     windows = windows_of(2, self.shape, grad_output.shape, kernel_size, stride, padding)
     return _avg_pool_backward(grad_output, windows, count_include_pad, divisor_override)
 
 
 @lowering("avg_pool3d_backward")
-def avg_pool3d_backward(grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+def avg_pool3d_backward(
+    grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+):
     windows = windows_of(3, self.shape, grad_output.shape, kernel_size, stride, padding)
     return _avg_pool_backward(grad_output, windows, count_include_pad, divisor_override)
 

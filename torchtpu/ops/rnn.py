@@ -1,4 +1,4 @@
-"""Fused LSTM and GRU cells: in come the two gate products and a state, out go the next state and what backward needs."""
+"""Fused LSTM and GRU cells: in come two gate products and a state, out go the next state and what backward needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def _joined(input_gates: Any, hidden_gates: Any, input_bias: Any, hidden_bias: A
 
 
 def _infer_lstm(
-    input_gates: torch.Tensor, hidden_gates: torch.Tensor, cx: torch.Tensor, input_bias: Any = None, hidden_bias: Any = None
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    cx: torch.Tensor,
+    input_bias: Any = None,
+    hidden_bias: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     # PyTorch's own shape function needs biases.
     state = [torch.empty_like(cx, memory_format=torch.contiguous_format) for _ in range(2)]
@@ -57,15 +61,25 @@ def lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
 
 
 def _infer_gru(
-    input_gates: torch.Tensor, hidden_gates: torch.Tensor, hx: torch.Tensor, input_bias: Any = None, hidden_bias: Any = None
+    input_gates: torch.Tensor,
+    hidden_gates: torch.Tensor,
+    hx: torch.Tensor,
+    input_bias: Any = None,
+    hidden_bias: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, size = hx.shape
     return hx.new_empty((batch, size)), hx.new_empty((batch, size * 5))
 
 
-def _infer_gru_backward(grad_hy: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> tuple[torch.Tensor | None, ...]:
+def _infer_gru_backward(
+    grad_hy: torch.Tensor, workspace: torch.Tensor, has_bias: bool
+) -> tuple[torch.Tensor | None, ...]:
     batch, size = grad_hy.shape
-    grads = [grad_hy.new_empty((batch, size * 3)), grad_hy.new_empty((batch, size * 3)), grad_hy.new_empty((batch, size))]
+    grads = [
+        grad_hy.new_empty((batch, size * 3)),
+        grad_hy.new_empty((batch, size * 3)),
+        grad_hy.new_empty((batch, size)),
+    ]
     return *grads, *(grad_hy.new_empty(size * 3) if has_bias else None for _ in range(2))
 
 

@@ -54,7 +54,9 @@ def safe_softmax(self, dim, dtype=None):
     return jnp.where(masked, 0, softmax(x, dim, False))
 
 
-def _infer_masked(self: torch.Tensor, mask: torch.Tensor, dim: int | None = None, mask_type: int | None = None) -> torch.Tensor:
+def _infer_masked(
+    self: torch.Tensor, mask: torch.Tensor, dim: int | None = None, mask_type: int | None = None
+) -> torch.Tensor:
     return torch.empty_like(self, memory_format=torch.contiguous_format)
 
 

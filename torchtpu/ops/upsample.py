@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +21,18 @@ _SCALES = {"scales": None, "scales_d": None, "scales_h": None, "scales_w": None}
 Array = np.ndarray[Any, Any]
 
 
-class _Table(NamedTuple):
+@dataclass(frozen=True)
+class _Table:
     """For each output position the inputs it reads and their weights; a `weight` of NaN marks an unused entry."""
 
     index: Array
     weight: Array
+
+    def repeats(self, length: int) -> int:
+        """How often each of `length` inputs is repeated in place, if that is all the table does; else 0."""
+        count = len(self.index)
+        repeated = self.index.shape[1] == 1 and count % length == 0
+        return count // length if repeated and (self.index[:, 0] == np.arange(count) * length // count).all() else 0
 
     def transposed(self, length: int) -> _Table:
         rows: list[dict[int, float]] = [{} for _ in range(length)]
@@ -88,8 +96,14 @@ def _cubic(length: int, count: int, align_corners: bool, scale: Any) -> _Table:
     return _Table(np.clip(taps, 0, length - 1), _cubic_weight(source.astype(np.float64)[:, None] - taps, -0.75))
 
 
-def _antialiased(kernel: Callable[[Array], Array], reach: float, length: int, count: int, align_corners: bool, scale: Any) -> _Table:
-    ratio = float((length - 1) / (count - 1) if count > 1 else 0.0) if align_corners else float(_ratio(length, count, scale))
+def _antialiased(
+    kernel: Callable[[Array], Array], reach: float, length: int, count: int, align_corners: bool, scale: Any
+) -> _Table:
+    ratio = (
+        float((length - 1) / (count - 1) if count > 1 else 0.0)
+        if align_corners
+        else float(_ratio(length, count, scale))
+    )
     stretch = max(ratio, 1.0)
     centre = ratio * (np.arange(count) + 0.5)
     first = np.maximum((centre - reach * stretch + 0.5).astype(np.int64), 0)
@@ -118,7 +132,9 @@ _MODES: dict[str, tuple[tuple[int, ...], bool, Callable[..., _Table]]] = {
 }
 
 
-def _tables(table: Callable[..., _Table], input_size: Any, output_size: Any, rest: tuple[Any, ...], aligned: bool) -> list[_Table]:
+def _tables(
+    table: Callable[..., _Table], input_size: Any, output_size: Any, rest: tuple[Any, ...], aligned: bool
+) -> list[_Table]:
     align_corners, scales = (rest[0], rest[1:]) if aligned else (False, rest)
     sizes = zip(input_size[-len(output_size) :], output_size, scales, strict=True)
     return [table(length, count, align_corners, scale) for length, count, scale in sizes]
@@ -127,11 +143,9 @@ def _tables(table: Callable[..., _Table], input_size: Any, output_size: Any, res
 def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
     def forward(self: Any, output_size: Any, *rest: Any) -> Any:
         made = self
-        rank = len(output_size)
-        for i, (t, count) in enumerate(zip(_tables(table, self.shape, output_size, rest, aligned), output_size, strict=True)):
-            axis = self.ndim - rank + i
-            if t.index.shape[1] == 1 and count % self.shape[axis] == 0 and (t.index[:, 0] == np.arange(count) * self.shape[axis] // count).all():
-                made = jnp.repeat(made, count // self.shape[axis], axis)
+        for axis, t in enumerate(_tables(table, self.shape, output_size, rest, aligned), self.ndim - len(output_size)):
+            if repeats := t.repeats(self.shape[axis]):
+                made = jnp.repeat(made, repeats, axis)
             elif t.index.shape[1] == 1:
                 made = jnp.take(made, jnp.asarray(t.index[:, 0]), axis)
             else:
@@ -142,12 +156,10 @@ def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
 
     def backward(grad_output: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
         made = opmath(grad_output)
-        rank = len(output_size)
-        for i, t in enumerate(_tables(table, input_size, output_size, rest, aligned)):
-            axis = made.ndim - rank + i
-            length, count = input_size[axis], output_size[i]
-            if t.index.shape[1] == 1 and count % length == 0 and (t.index[:, 0] == np.arange(count) * length // count).all():
-                made = made.reshape(*made.shape[:axis], length, count // length, *made.shape[axis + 1 :]).sum(axis + 1)
+        for axis, t in enumerate(_tables(table, input_size, output_size, rest, aligned), made.ndim - len(output_size)):
+            length = input_size[axis]
+            if repeats := t.repeats(length):
+                made = made.reshape(*made.shape[:axis], length, repeats, *made.shape[axis + 1 :]).sum(axis + 1)
             else:
                 made = _apply(made, axis, t.transposed(length))
         return made
