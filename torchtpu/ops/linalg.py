@@ -311,7 +311,7 @@ def linalg_eigh(A, UPLO="L", compute_v=True, *, ctx):
     return values, vectors if compute_v else empty(ctx, 1)
 
 
-def _infer_lstsq(self: torch.Tensor, b: torch.Tensor, rcond: Any = None, *, driver: Any = None, **_: Any) -> Any:
+def _infer_lstsq(self: torch.Tensor, b: torch.Tensor, rcond: Any = None, driver: Any = None) -> Any:
     columns = b[..., None] if self.dim() - 1 == b.dim() and self.shape[:-1] == b.shape else b
     batch = torch.broadcast_shapes(self.shape[:-2], columns.shape[:-2])
     if self.shape[-2] != columns.shape[-2] or self.dtype != b.dtype:
