@@ -225,28 +225,30 @@ def linalg_inv_ex(A, *, check_errors=False, ctx):
     return solve_lu(lu, pivots, identity), info
 
 
-def _factors_transpose(a: Any, ctx: Any) -> bool:
-    # PyTorch factors A.mT where A is contiguous and real, and its autograd formulas count on it.
-    contiguous = getattr(ctx, "contiguous", ())
-    return not jnp.iscomplexobj(a) and (not contiguous or contiguous[0])
+def _infer_determinant(A: torch.Tensor, op: Any) -> Any:
+    # PyTorch factors A.mT where A is contiguous and real, and its autograd formulas test that again. A lowering sees no
+    # strides, so the rare other real matrices are left to the CPU.
+    if not A.is_complex() and not A.is_contiguous():
+        raise NotImplementedError("the LU factors of this determinant depend on the strides")
+    return op(A)
 
 
-def _determinant_parts(a: Any, ctx: Any) -> tuple[Any, Any, Any, Any]:
-    lu, pivots, _ = factor_lu(jnp.swapaxes(a, -1, -2) if _factors_transpose(a, ctx) else a)
+def _determinant_parts(a: Any) -> tuple[Any, Any, Any, Any]:
+    lu, pivots, _ = factor_lu(a if jnp.iscomplexobj(a) else jnp.swapaxes(a, -1, -2))
     swaps = (pivots != jnp.arange(1, a.shape[-1] + 1)).sum(-1)
     sign = jnp.where(swaps % 2 == 1, -1, 1).astype(a.dtype)
     return jnp.diagonal(lu, axis1=-2, axis2=-1), sign, lu, pivots
 
 
-@lowering("_linalg_det")
-def linalg_det(A, *, ctx):
-    diagonal, sign, lu, pivots = _determinant_parts(A, ctx)
+@lowering("_linalg_det", infer=lambda A, *_: _infer_determinant(A, torch.ops.aten._linalg_det))
+def linalg_det(A):
+    diagonal, sign, lu, pivots = _determinant_parts(A)
     return sign * jnp.prod(diagonal, -1), lu, pivots
 
 
-@lowering("_linalg_slogdet")
-def linalg_slogdet(A, *, ctx):
-    diagonal, sign, lu, pivots = _determinant_parts(A, ctx)
+@lowering("_linalg_slogdet", infer=lambda A, *_: _infer_determinant(A, torch.ops.aten._linalg_slogdet))
+def linalg_slogdet(A):
+    diagonal, sign, lu, pivots = _determinant_parts(A)
     return sign * jnp.prod(jnp.sign(diagonal), -1), jnp.log(jnp.abs(diagonal)).sum(-1), lu, pivots
 
 
