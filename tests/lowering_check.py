@@ -44,6 +44,7 @@ WIDER = {
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
 }
+CHOOSES = ("topk", "kthvalue", "sort", "mode", "median.dim", "nanmedian.dim")  # among equal elements, as it likes
 LITERAL = (0, 1, -1, 2)  # the recorder never lifts these
 
 
@@ -156,11 +157,12 @@ class Outcome:
 class Check(TorchDispatchMode):
     """Runs each call on the CPU, and those with a lowering also through it."""
 
-    def __init__(self, targets: set[str], per_op: int = 12, keep_going: bool = True) -> None:
+    def __init__(self, targets: set[str], per_op: int = 12, in_all: int = 1000) -> None:
         super().__init__()
         self.registry = importlib.import_module("torchtpu.ops.registry")
         self.targets = targets
         self.per_op = per_op
+        self.in_all = in_all
         self.outcomes: dict[str, Outcome] = {name: Outcome() for name in targets}
         self._seen: Counter[Any] = Counter()
         self._by_dtype: Counter[Any] = Counter()
@@ -201,8 +203,13 @@ class Check(TorchDispatchMode):
         if any(t.dtype in UNSUPPORTED or t.layout != torch.strided or t.numel() > 1 << 22 for t in tensors):
             return False
         signature = (name, overload_name(func), *(_show(a) for a in tree_flatten((args, kwargs))[0]))
+        lists = [a for a in args if isinstance(a, (list, tuple)) and any(_is_mask(t) for t in a)]
+        if name.startswith("index") and lists:  # a read or write at a mask runs on the CPU
+            return False
         kind = (name, tuple(t.dtype for t in tensors[:3]))
         self._seen[signature] += 1
+        if self.outcomes[name].checked >= self.in_all:
+            return False
         if self._seen[signature] > 1 or self._by_dtype[kind] >= self.per_op:
             return False
         self._by_dtype[kind] += 1
@@ -238,11 +245,13 @@ class Check(TorchDispatchMode):
                 yield f"result {index} is None"
             elif tuple(ours.shape) != tuple(theirs.shape):
                 yield f"result {index} has shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
-            elif not entry.random:
+            elif not _is_random(entry, func):
                 tolerance = {"rtol": 1e-5, "atol": 1e-5} if theirs.dtype in (torch.float32, torch.complex64) else {}
                 try:
                     torch.testing.assert_close(ours, theirs.detach().contiguous(), equal_nan=True, **tolerance)
                 except AssertionError as error:
+                    if entry.name in CHOOSES and index == 1 and _points_at(func, args, kwargs, ours, expected[0]):
+                        continue
                     with contextlib.suppress(Exception):
                         wide = truth()[index].to(theirs.dtype)
                         torch.testing.assert_close(ours, wide, equal_nan=True, **tolerance)
@@ -311,7 +320,7 @@ def run_lowering(entry: Any, func: Any, args: Any, kwargs: Any, expected: list[A
             leaves.append(to_numpy(value))
         elif lifted and _lifts(entry, argument, value):
             leaves.append(value)
-        elif "generator" in argument.name.lower() and entry.random:
+        elif str(argument.type) == "Optional[Generator]":
             return lambda xs: (xs[-2], xs[-1])
         else:
             return lambda xs: value
@@ -319,7 +328,7 @@ def run_lowering(entry: Any, func: Any, args: Any, kwargs: Any, expected: list[A
         return lambda xs: xs[position]
 
     encoded = [(argument, encode(argument, value)) for argument, value in _arguments(func, args, kwargs)]
-    if entry.random:
+    if _is_random(entry, func):
         import numpy as np
 
         leaves += [np.uint64(7), np.int64(0)]
@@ -341,6 +350,10 @@ def run_lowering(entry: Any, func: Any, args: Any, kwargs: Any, expected: list[A
     failed = [ctx.checks[i][1] for i, ok in enumerate(checks) if not ok]
     assert not failed, f"device-side check failed on a valid sample: {failed}"
     return [None if m is None else to_torch(m) for m in made]
+
+
+def _is_random(entry: Any, func: Any) -> bool:
+    return entry.random or any(str(a.type) == "Optional[Generator]" for a in func._schema.arguments)
 
 
 def _lifts(entry: Any, argument: Any, value: Any) -> bool:
@@ -407,9 +420,29 @@ def _compare_meta(entry: Any, func: Any, args: Any, kwargs: Any, made: Any) -> I
             if isinstance(t, torch.Tensor) != isinstance(o, torch.Tensor):
                 yield f"meta inference: {o} instead of {t}", True
         elif (o.shape, o.dtype) != (t.shape, t.dtype):
-            yield f"meta inference: {tuple(o.shape)} {o.dtype} instead of {tuple(t.shape)} {t.dtype}", True
+            # Devices keep the statistics of bfloat16 in float32, the CPU does not.
+            is_wider = o.shape == t.shape and WIDER.get(t.dtype) == o.dtype == torch.float32
+            yield f"meta inference: {tuple(o.shape)} {o.dtype} instead of {tuple(t.shape)} {t.dtype}", not is_wider
         elif t.numel() > 1 and _strides(o) != _strides(t):
             yield f"meta inference: strides {o.stride()} instead of {t.stride()} for {tuple(t.shape)}", False
+
+
+def _points_at(func: Any, args: Any, kwargs: Any, indices: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether `indices` are distinct places in the input that hold `values`."""
+    named = {argument.name: value for argument, value in _arguments(func, args, kwargs)}
+    dim, x = named["dim"], named["self"]
+    if x.dim() == 0:
+        return bool((indices == 0).all())
+    if values.dim() < x.dim():
+        indices, values = indices.unsqueeze(dim), values.unsqueeze(dim)
+    is_inside = bool(((indices >= 0) & (indices < x.shape[dim])).all())
+    ordered = indices.sort(dim).values
+    is_distinct = not bool((ordered.diff(dim=dim) == 0).any())
+    return is_inside and is_distinct and torch.equal(x.gather(dim, indices).nan_to_num(), values.nan_to_num())
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,35 @@
+"""Lowerings against PyTorch's CPU kernels: in come a few samples of every op, out comes a failure per wrong op.
+
+`tests/lowering_check.py` is the whole check; this is the part of it that fits into every run.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import lowering_check
+import pytest
+import torch
+
+SEARCHED = 2  # OpInfos tried per op: its own, else the shortest ones that reach it
+
+
+@pytest.fixture(scope="module")
+def lowerings() -> Iterator[dict[str, object]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lowering_check.load_ops()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", lowering_check.DTYPES, ids=str)
+def test_lowerings_compute_what_the_cpu_computes(dtype: torch.dtype, lowerings: dict[str, object]) -> None:
+    check = lowering_check.Check(set(lowerings), per_op=2, in_all=2 if dtype == torch.float32 else 1)
+    names = lowering_check.names_reaching(set(lowerings), lowerings, SEARCHED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lowering_check.run_samples(check, [*names, "extra"], [dtype], 2, backward=dtype.is_floating_point)
+    wrong = {name: outcome.failures[0] for name, outcome in check.outcomes.items() if outcome.failures}
+    assert not wrong, "\n".join(f"{name}: {problem}" for name, problem in wrong.items())
+    assert sum(1 for outcome in check.outcomes.values() if outcome.checked) > 100
