@@ -28,7 +28,7 @@ def run_interleaved(script: str, workload: str, backends: tuple[str, ...], repea
         for backend in backends:
             # No cache of compiled programs from an earlier run: jax has none by default either.
             environment = {**os.environ, **ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
-            environment |= {"TORCHTPU_CACHE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if backend == "tpu" else "0"}
+            environment |= {"TORCHTPU_CACHE": "off", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if backend == "tpu" else "0"}
             command = [sys.executable, script, "--worker", backend, workload]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
