@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,29 @@ def test_python_in_the_readme_runs() -> None:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(block, "README.md", "exec"), {})
         assert out.getvalue() == "tensor([2., 2.], device='tpu:0')\n"
+
+
+def test_the_log_in_the_readme_is_what_add_py_writes(tmp_path: Path) -> None:
+    script, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "add.py").write_text(script)
+    environment = {"TORCHTPU_LOG": "cluster,stablehlo,launch", "TORCHTPU_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "add.py"]
+    runs = [
+        subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    written = shape_of("".join(run.stderr for run in runs), tmp_path)
+    shown = re.findall(r"```\n((?:region from|module|tpu:0).*?)```", README, re.DOTALL)
+    assert len(shown) == 3
+    for line in "".join(shown).splitlines():
+        assert shape_of(line, tmp_path) in written
+
+
+def shape_of(text: str, folder: Path) -> str:
+    """Log text without what differs from run to run: identities, milliseconds, folders."""
+    text = text.replace(f"{folder}/", "")
+    text = re.sub(r"region [0-9a-f]{8}|_[0-9a-f]{12}\b", "#", text)
+    return re.sub(r"[\d.]+ ms", "# ms", text)
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
