@@ -130,7 +130,7 @@ def _gather_chosen(rank: int, grad: Any, x: Any, indices: Any) -> Any:
 def fractional_max_pool(self, kernel_size, output_size, random_samples):
     rank = len(kernel_size)
     lead = self.shape[: self.ndim - rank]
-    x = self.reshape(-1, *self.shape[-rank:])
+    x = self.reshape(math.prod(lead), *self.shape[-rank:])
     place = jnp.zeros((1, *[1] * rank), jnp.int32)
     samples = opmath(random_samples).reshape(x.shape[0], rank)
     flat = jnp.zeros((x.shape[0], *[1] * (2 * rank)), jnp.int32)
@@ -141,8 +141,9 @@ def fractional_max_pool(self, kernel_size, output_size, random_samples):
         shape = [x.shape[0]] + [1] * (2 * rank)
         shape[1 + i], shape[1 + rank + i] = count, kernel
         flat = flat * x.shape[1 + i] + index.reshape(shape)
-    place = flat.reshape(x.shape[0], *output_size, -1)
-    values = jnp.take_along_axis(x.reshape(x.shape[0], -1), place.reshape(x.shape[0], -1), 1).reshape(place.shape)
+    place = flat.reshape(x.shape[0], *output_size, math.prod(kernel_size))
+    planes, chosen = (a.reshape(a.shape[0], math.prod(a.shape[1:])) for a in (x, place))
+    values = jnp.take_along_axis(planes, chosen, 1).reshape(place.shape)
     value, where = best_of((values[..., i], place[..., i]) for i in range(math.prod(kernel_size)))
     return value.reshape(*lead, *output_size), where.reshape(*lead, *output_size)
 
@@ -166,6 +167,7 @@ def _like_input(grad_output: torch.Tensor, self: torch.Tensor, *_: Any) -> torch
 def fractional_max_pool_backward(grad_output, self, kernel_size, output_size, indices):
     rank = len(kernel_size)
     rows = math.prod(self.shape[:-rank])
-    where = (jnp.arange(rows)[:, None], indices.reshape(rows, -1))
+    pooled = (rows, math.prod(output_size))
+    where = (jnp.arange(rows)[:, None], indices.reshape(pooled))
     made = jnp.zeros((rows, math.prod(self.shape[-rank:])), opmath(grad_output).dtype)
-    return made.at[where].add(opmath(grad_output).reshape(rows, -1)).reshape(self.shape)
+    return made.at[where].add(opmath(grad_output).reshape(pooled)).reshape(self.shape)

@@ -73,8 +73,10 @@ def _slope(difference: Any, distance: Any, p: float) -> Any:
 
 
 @lowering("_cdist_backward", structural={"p": None})
-def cdist_backward(grad, x1, x2, p, cdist):
+def cdist_backward(grad, x1, x2, p, cdist, *, ctx):
     a, b = opmath(x1), opmath(x2)
+    if grad.size == 0:
+        return jnp.zeros(ctx.results[0][0], a.dtype)
     if p == 2:
         # Through a product: the (rows, rows, width) differences never exist.
         ratio = jnp.where(cdist == 0, 0, opmath(grad) / jnp.where(cdist == 0, 1, cdist))

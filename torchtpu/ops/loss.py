@@ -88,7 +88,7 @@ def _reduction_slope(grad: Any, reduction: int, count: int) -> Any:
 
 def _margins(self: Any, target: Any, margin: Any, weight: Any, ctx: Any) -> tuple[Any, Any, Any]:
     """(how far each class is inside the margin, whether it is another class than the target, the target's weight)."""
-    x = opmath(self).reshape(-1, self.shape[-1])
+    x = jnp.atleast_2d(opmath(self))
     target = target.reshape(-1, 1)
     ctx.check((target >= 0) & (target < x.shape[1]), "target out of range", RuntimeError)
     other = jnp.arange(x.shape[1]) != target
@@ -111,7 +111,7 @@ def _infer_multilabel_margin(self: torch.Tensor, target: torch.Tensor, reduction
 @lowering("multi_margin_loss", structural={"p": None}, infer=_infer_multi_margin)
 def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1, *, ctx):
     inside, _, each = _margins(self, target, margin, weight, ctx)
-    losses = ((inside if p == 1 else jnp.square(inside)) * each).sum(1) / self.shape[-1]
+    losses = ((inside if p == 1 else jnp.square(inside)) * each).sum(1) / inside.shape[1]
     return _reduced(losses, reduction, ctx)
 
 
@@ -122,14 +122,14 @@ def _like_scores(grad_output: torch.Tensor, self: torch.Tensor, *_: Any) -> torc
 @lowering("multi_margin_loss_backward", structural={"p": None}, infer=_like_scores)
 def multi_margin_loss_backward(grad_output, self, target, p, margin, weight=None, reduction=1, *, ctx):
     inside, other, each = _margins(self, target, margin, weight, ctx)
-    slope = each * (jnp.where(inside > 0, 1, 0) if p == 1 else 2 * inside) / self.shape[-1]
+    slope = each * (jnp.where(inside > 0, 1, 0) if p == 1 else 2 * inside) / inside.shape[1]
     slope = slope * _reduction_slope(grad_output, reduction, inside.shape[0])
     return jnp.where(other, slope, -slope.sum(1, keepdims=True)).reshape(self.shape)
 
 
 def _label_rows(self: Any, target: Any, ctx: Any) -> tuple[Any, Any, Any, Any]:
     """(scores, targets, which entries of `target` stand before its first -1, the classes they name) as rows."""
-    x, target = opmath(self).reshape(-1, self.shape[-1]), target.reshape(-1, self.shape[-1])
+    x, target = jnp.atleast_2d(opmath(self)), jnp.atleast_2d(target)
     ctx.check((target >= -1) & (target < x.shape[1]), "target out of range", RuntimeError)
     listed = jnp.cumsum(target < 0, 1) == 0
     named = (listed[:, :, None] & (target[:, :, None] == jnp.arange(x.shape[1]))).any(1)

@@ -1,0 +1,35 @@
+"""Calls of network ops that no OpInfo reaches: in comes a dtype, out go (label, call) pairs for tests/lowering_check.py."""
+
+import torch
+
+aten = torch.ops.aten
+
+
+def samples(dtype):
+    if not dtype.is_floating_point:
+        return
+    made = lambda *shape: torch.randn(*shape, dtype=dtype)  # noqa: E731
+    scores, grad = made(2, 3, 4, 4), made(2, 3, 4, 4)
+    same, keys = torch.rand(2, 3, 4, 4) < 0.3, torch.rand(2, 4) < 0.3
+    yield "masked_softmax", lambda: aten._masked_softmax(scores, same, 3, 2)
+    yield "masked_softmax keys", lambda: aten._masked_softmax(scores, keys, 3, 1)
+    yield "masked_softmax square", lambda: aten._masked_softmax(scores, torch.ones(4, 4).triu(1).bool(), 3, 0)
+    output = scores.softmax(3)
+    yield "masked_softmax_backward", lambda: aten._masked_softmax_backward(grad, output.masked_fill(same, 0), same, 3)
+    v, g = made(3, 4), made(3, 1).abs()
+    if dtype == torch.float32:
+        yield "weight_norm", lambda: aten._weight_norm_interface(v, g, 0)
+        norms = aten._weight_norm_interface(v, g, 0)[1]
+        yield "weight_norm_backward", lambda: aten._weight_norm_interface_backward(made(3, 4), v, g, norms, 0)
+        yield "rms_norm", lambda: aten._fused_rms_norm(made(2, 3, 4), [4], made(4), 1e-5)
+        yield "rms_norm plain", lambda: aten._fused_rms_norm(made(2, 3, 4), [3, 4], None, None)
+    yield "addmm_activation", lambda: aten._addmm_activation(made(4), made(2, 3), made(3, 4), use_gelu=True)
+    yield "euclidean_dist", lambda: aten._euclidean_dist(made(2, 3), made(4, 3))
+    yield "int_mm", lambda: aten._int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8))
+    running = [made(3), made(3).abs()]
+    yield (
+        "eval batch norm",
+        lambda: aten._native_batch_norm_legit_no_training(scores, made(3), made(3), *running, 0.1, 1e-5),
+    )
+    yield "bicubic aa", lambda: aten._upsample_bicubic2d_aa(made(1, 2, 7, 6), [3, 4], False)
+    yield "bicubic aa grad", lambda: aten._upsample_bicubic2d_aa_backward(made(1, 2, 3, 9), [3, 9], [1, 2, 7, 6], False)
