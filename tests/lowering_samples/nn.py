@@ -1,4 +1,4 @@
-"""Calls of network ops that no OpInfo reaches: in comes a dtype, out go (label, call) pairs for tests/lowering_check.py."""
+"""Calls of network ops that no OpInfo reaches: in comes a dtype, out go (label, call) pairs to check."""
 
 import torch
 
@@ -8,7 +8,7 @@ aten = torch.ops.aten
 def samples(dtype):
     if not dtype.is_floating_point:
         return
-    made = lambda *shape: torch.randn(*shape, dtype=dtype)  # noqa: E731
+    made = lambda *shape: torch.randn(*shape, dtype=dtype)
     scores, grad = made(2, 3, 4, 4), made(2, 3, 4, 4)
     same, keys = torch.rand(2, 3, 4, 4) < 0.3, torch.rand(2, 4) < 0.3
     yield "masked_softmax", lambda: aten._masked_softmax(scores, same, 3, 2)
