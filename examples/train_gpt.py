@@ -58,7 +58,7 @@ class GPT(nn.Module):
     @staticmethod
     def _init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=0.05)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
@@ -121,7 +121,7 @@ def main() -> None:
     torch.manual_seed(a.seed)
     corpus = read_corpus()
     model = GPT(a.context, a.width, a.layers, heads=4, dropout=a.dropout).to(a.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, a.steps))
     losses = torch.zeros(a.steps, device=a.device)  # read every 25 steps: the device is not waited for in between
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(corpus):,} characters, {a.device}")
