@@ -1,4 +1,4 @@
-"""In: long loops. Out: counters that stay exactly constant and, with --full, a resident set that does not grow."""
+"""In: long loops. Out: counters that stay exactly constant and a resident set that does not grow."""
 
 from __future__ import annotations
 
@@ -80,8 +80,6 @@ def test_counters_stay_constant(make: Callable[[], Callable[[int], None]], warm:
     assert counters() == before
 
 
-@pytest.mark.full
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("make", "steps"), [(training_step, 2000), (counting_step, 100_000)])
 def test_the_resident_set_does_not_grow(make: Callable[[], Callable[[int], None]], steps: int) -> None:
     """Below 1 KB a step over the last nine tenths."""
