@@ -18,11 +18,6 @@ def zero(self):
     return jnp.zeros_like(self)
 
 
-@lowering("clone")
-def clone(self, *, memory_format=None):
-    return self
-
-
 @lowering("copy")
 def copy(self, src, non_blocking=False, *, ctx):
     shape, dtype = ctx.results[0]

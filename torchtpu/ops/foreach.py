@@ -20,7 +20,6 @@ EACH = {
     "ceil": ("_foreach_ceil",),
     "clamp_max": ("_foreach_clamp_max.List", "_foreach_clamp_max.Scalar", "_foreach_clamp_max.ScalarList"),
     "clamp_min": ("_foreach_clamp_min.List", "_foreach_clamp_min.Scalar", "_foreach_clamp_min.ScalarList"),
-    "clone": ("_foreach_clone",),
     "cos": ("_foreach_cos",),
     "cosh": ("_foreach_cosh",),
     "div.Tensor": ("_foreach_div.List", "_foreach_div.Scalar", "_foreach_div.ScalarList", "_foreach_div.Tensor"),
@@ -82,6 +81,11 @@ def _register(single, name):
 for _single, _names in EACH.items():
     for _name in _names:
         _register(_single, _name)
+
+
+@lowering("_foreach_clone")
+def foreach_clone(self, *, memory_format=None):
+    return list(self)
 
 
 @lowering("_foreach_norm.Scalar", structural={"ord": None})
