@@ -129,7 +129,9 @@ def _show_values(values: tuple[int, ...]) -> str:
 
 def _show_op(op: Op) -> str:
     made = [r for result in op.results for r in (result if isinstance(result, tuple) else (result,)) if r is not None]
-    left = ", ".join([_show_tensor(r.value, r) for r in made] + [f"{_show_tensor(w.value, w)} in {w.arg}" for w in op.writes])
+    left = ", ".join(
+        [_show_tensor(r.value, r) for r in made] + [f"{_show_tensor(w.value, w)} in {w.arg}" for w in op.writes]
+    )
     return f"  {left} = {op.name}({', '.join(map(_show_arg, op.args))})  # {op.line}"
 
 

@@ -193,6 +193,7 @@ PYBIND11_MODULE(_C, m) {
     static auto* reasons = new std::unordered_map<std::string, std::string>();
     mark_boundary(reasons->try_emplace(reason, reason).first->second.c_str());
   });
+  m.def("forget_streams", &forget_streams);
   m.def("synchronize", [](int device) { synchronize(static_cast<c10::DeviceIndex>(device)); }, py::arg("device") = -1);
   m.def("to_host", [](const at::Tensor& t) { return read_to_host(t).clone(at::MemoryFormat::Preserve); });
   m.def("stats", &stats);

@@ -59,9 +59,19 @@ void throw_python_error() {
   throw error;
 }
 
+// Each reader gets its own copy: a traceback keeps the reader's frame, and with it the failed value, alive.
 void raise_stored(PyObject* error) {
   py::gil_scoped_acquire gil;
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  auto stored = py::reinterpret_borrow<py::object>(error);
+  py::object copy;
+  try {
+    copy = py::module_::import("copy").attr("copy")(stored);
+    copy.attr("__cause__") = stored.attr("__cause__");
+  } catch (py::error_already_set&) {  // an exception that cannot be copied
+    copy = stored;
+  }
+  PyException_SetTraceback(copy.ptr(), Py_None);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(copy.ptr())), copy.ptr());
   throw_python_error();
 }
 

@@ -74,6 +74,8 @@ const std::vector<uint8_t>& agree_on_donation(Node& node, const std::vector<uint
 std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live, const std::vector<uint8_t>& free,
                                   const std::string& line) {
   Node& node = *r.at;
+  // A build that failed is forgotten: who needs the program again builds it again.
+  std::erase_if(node.plans, [](const auto& known) { return known->state == Plan::kFailed; });
   for (auto& plan : node.plans) {
     if (plan->outputs == live && is_mask_subset(plan->donated, free)) return plan;
   }
@@ -114,8 +116,20 @@ at::Tensor pack(const std::vector<T>& numbers) {
   return t;
 }
 
+// A plan keeps its trie and a trie its plans: both go when nobody launches the plans any more.
+void replace_trie(Recorder& r) {
+  std::vector<Node*> path{&r.trie->root};
+  while (!path.empty()) {
+    Node* node = path.back();
+    path.pop_back();
+    node->plans.clear();
+    for (auto& child : node->children) path.push_back(child.get());
+  }
+  r.trie = std::make_shared<Trie>();
+}
+
 void start_region(Recorder& r) {
-  if (r.trie->nodes > limits.max_nodes) r.trie = std::make_shared<Trie>();
+  if (r.trie->nodes > limits.max_nodes) replace_trie(r);
   r.at = &r.trie->root;
   r.shadow = nullptr;
   r.boundary = nullptr;
@@ -138,13 +152,14 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line) {
     if (r.live[value]) live.push_back(value);
   }
   std::vector<uint8_t> free;
-  for (const auto& input : r.inputs) free.push_back(input->holders == 0);
+  for (const auto& input : r.inputs) free.push_back(input->holders == 0 && input->regions == 1);
   auto work = std::make_shared<Work>();
   work->plan = choose_plan(r, live, free, line);
   work->device = r.device;
   work->reason = reason;
   work->line = std::move(line);
   for (size_t i = 0; i < r.inputs.size(); i++) {
+    r.inputs[i]->regions--;
     if (work->plan->donated[i]) r.inputs[i]->give_up_memory();
   }
   for (int32_t value : work->plan->outputs) {
@@ -162,6 +177,17 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line) {
   start_region(r);
   enqueue(work);
   return work;
+}
+
+void forget_streams() {
+  for (Recorder* r : all_recorders()) {
+    StateGuard guard(state_lock);
+    cut_locked(*r, "forget_streams", "");
+    replace_trie(*r);
+    r->at = &r->trie->root;
+    r->shadow = nullptr;
+  }
+  wake_launcher();
 }
 
 WorkRef cut(Recorder& r, const char* reason) {
@@ -213,9 +239,13 @@ void await_owner(const TpuStorage* s) {
 
 BufferRef materialize(TpuStorage* s, const char* reason) {
   bool is_ours;
+  auto claim = [&] {
+    if (s->buffer) s->buffer->readers++;
+    return s->buffer;
+  };
   {
     StateGuard guard(state_lock);
-    if (!is_pending(s)) return s->buffer;
+    if (!is_pending(s)) return claim();
     is_ours = s->recorder == &recorder_for(s->device_index);
   }
   if (!is_ours) {
@@ -225,7 +255,7 @@ BufferRef materialize(TpuStorage* s, const char* reason) {
   std::string line = current_line();
   StateGuard guard(state_lock);
   if (is_pending(s)) cut_locked(*s->recorder, reason, std::move(line));
-  return s->buffer;
+  return claim();
 }
 
 }  // namespace torchtpu

@@ -3,7 +3,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -34,6 +34,14 @@ class PlainDispatch {
   }
   at::impl::TorchFunctionDisabledState function_state_;
   c10::impl::ExcludeDispatchKeyGuard exclude_{modes()};
+};
+
+// A trial run warns of nothing; the call itself does.
+class Silence {
+  struct Handler final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } handler_;
+  c10::WarningUtils::WarningHandlerGuard guard_{&handler_};
 };
 
 using Convert = std::function<at::Tensor(const at::Tensor&)>;
@@ -71,24 +79,23 @@ Stack convert_args(const OpInfo& info, const IValue* args, c10::DeviceType devic
   return stack;
 }
 
-// Meta tensors that share storages as the arguments do.
-class MetaArgs {
+// Tensors of another device, zero where they hold values, that share storages as the arguments do.
+class SharedArgs {
  public:
+  explicit SharedArgs(c10::DeviceType device) : device_(device) {}
   at::Tensor operator()(const at::Tensor& t) {
     if (!is_tpu(t)) return t;
     auto* s = storage_of(t);
-    at::Tensor m = at::empty({0}, t.options().device(at::kMeta));
-    auto [it, is_new] = storages_.try_emplace(s, m.storage());
-    if (is_new) {
-      m.storage().unsafeGetStorageImpl()->set_nbytes(s->nbytes());
-    } else {
-      m.unsafeGetTensorImpl()->set_storage_keep_dtype(it->second);
-    }
-    m.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-    return m;
+    at::Tensor made = at::empty({0}, t.options().device(device_));
+    auto& storage = storages_[s];
+    if (!storage) storage = at::zeros({static_cast<int64_t>(s->nbytes())}, at::device(device_).dtype(at::kByte)).storage();
+    made.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+    return made;
   }
 
  private:
+  c10::DeviceType device_;
   std::unordered_map<TpuStorage*, c10::Storage> storages_;
 };
 
@@ -123,18 +130,19 @@ void check_devices(const OpInfo& info, const IValue* args) {
   }
 }
 
-void check_overlap(const OpInfo& info, const IValue* args) {
+// Whether the op might write one element twice, or what it reads elsewhere.
+bool may_overlap(const OpInfo& info, const IValue* args) {
+  bool found = false;
   for (size_t i = 0; i < info.args.size(); i++) {
     if (!info.args[i].is_written || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
     const at::Tensor& written = args[i].toTensor();
-    at::assert_no_internal_overlap(written);
+    found |= at::has_internal_overlap(written) == at::MemOverlap::Yes;
     for (size_t j = 0; j < info.args.size(); j++) {
       if (i == j) continue;
-      for_each_tensor(args[j], [&](const at::Tensor& t) {
-        if (is_tpu(t)) at::assert_no_partial_overlap(written, t);
-      });
+      for_each_tensor(args[j], [&](const at::Tensor& t) { found |= is_tpu(t) && t.is_alias_of(written); });
     }
   }
+  return found;
 }
 
 // Reading through a mask has a shape that depends on data; writing through one has not.
@@ -162,13 +170,40 @@ int64_t total_bytes(const OpInfo& info, const IValue* args) {
 
 // torch's meta kernels are Python with wordings of their own: the CPU kernel's error is the one users know.
 void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
-  if (total_bytes(info, args) > kMaxErrorBytes) return;
-  Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) {
-    if (!is_tpu(t)) return t;
-    at::Tensor cpu = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kCPU));
-    return t.is_non_overlapping_and_dense() ? cpu.zero_() : cpu;
-  });
+  Silence silence;
+  SharedArgs shared(at::kCPU);
+  Stack stack = convert_args(info, args, at::kCPU, std::ref(shared));
   op.callBoxed(&stack);
+}
+
+// Which overlaps matter differs from op to op: the CPU kernel knows.
+void check_overlap(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
+  if (may_ask_cpu) return raise_cpu_error(info, op, args);
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (!info.args[i].is_written || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
+    at::assert_no_internal_overlap(args[i].toTensor());
+    for (size_t j = 0; j < info.args.size(); j++) {
+      if (i == j) continue;
+      for_each_tensor(args[j], [&](const at::Tensor& t) {
+        if (is_tpu(t)) at::assert_no_partial_overlap(args[i].toTensor(), t);
+      });
+    }
+  }
+}
+
+// Those meta kernels also let dtypes pass that the CPU refuses: one element of each argument tells.
+void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
+  if (info.random || !op.hasTag(at::Tag::pointwise)) return;
+  Silence silence;
+  Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) {
+    return at::ones(t.dim() == 0 ? at::IntArrayRef() : at::IntArrayRef(1), t.options().device(at::kCPU));
+  });
+  try {
+    op.callBoxed(&stack);
+  } catch (const c10::NotImplementedError&) {  // lowerings take more dtypes than the CPU has kernels for
+  } catch (const c10::Error&) {  // perhaps for the shapes that were made up here
+    if (may_ask_cpu) raise_cpu_error(info, op, args);
+  }
 }
 
 }  // namespace
@@ -177,9 +212,11 @@ std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op,
   check_devices(info, args);
   if (reads_through_mask(info, args)) return std::nullopt;
   PlainDispatch plain;
-  check_overlap(info, args);
+  bool is_small = total_bytes(info, args) <= kMaxErrorBytes;
+  if (may_overlap(info, args)) check_overlap(info, op, args, is_small && !info.random);
+  check_dtypes(info, op, args, is_small);
   Inferred inferred;
-  MetaArgs meta;
+  SharedArgs meta(at::kMeta);
   inferred.args = convert_args(info, args, at::kMeta, std::ref(meta));
   inferred.results = inferred.args;
   try {
@@ -189,8 +226,7 @@ std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op,
       op.callBoxed(&inferred.results);
     }
   } catch (...) {
-    auto meta_error = std::current_exception();
-    if (total_bytes(info, args) > kMaxErrorBytes) std::rethrow_exception(meta_error);
+    if (!is_small) throw;
     raise_cpu_error(info, op, args);
     return std::nullopt;  // the CPU can do it
   }

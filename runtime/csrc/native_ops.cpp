@@ -72,7 +72,10 @@ void upload_whole(const Tensor& dst, const Tensor& src) {
   Tensor host = at::detail::empty_strided_cpu(dst.sizes(), dst.strides(), dst.scalar_type());
   host.copy_(src);  // raises PyTorch's error where src does not fit
   auto buffer = c10::make_intrusive<Buffer>(base, dst.device().index(), BufferState::kReady);
-  buffer->host = host;
+  c10::SmallVector<int64_t, 5> strides(base->shape.size());
+  int64_t stride = 1;
+  for (size_t i = strides.size(); i-- > 0; stride *= base->shape[i]) strides[i] = stride;
+  buffer->host = host.as_strided(base->shape, strides);  // the same bytes in memory order
   auto* s = storage_of(dst);
   StateGuard guard(state_lock);
   s->set_buffer(std::move(buffer));
@@ -144,9 +147,9 @@ at::Scalar local_scalar_dense(const Tensor& self) {
 bool equal(const Tensor& self, const Tensor& other) {
   TORCH_CHECK(self.device() == other.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
               self.device(), " and ", other.device(), "!");
+  if (self.sizes() != other.sizes()) return false;
   TORCH_CHECK(self.scalar_type() == other.scalar_type(), "Expected object of data type ", self.scalar_type(),
               " but got data type ", other.scalar_type(), " for argument 'other' in call to equal");
-  if (self.sizes() != other.sizes()) return false;
   return self.numel() == 0 || at::eq(self, other).all().item<bool>();
 }
 
@@ -222,17 +225,11 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
     return;
   }
   // Kept bytes move through the storage's own flat view into a new value.
-  auto dtype = old % c10::elementSize(s.base->dtype) == 0 && nbytes % c10::elementSize(s.base->dtype) == 0 ? s.base->dtype
-                                                                                                          : at::kByte;
-  auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
-  auto options = at::TensorOptions().dtype(dtype).device(c10::Device(c10::DeviceType::PrivateUse1, s.device_index));
-  Tensor flat = at::empty({0}, options);
-  flat.unsafeGetTensorImpl()->set_storage_keep_dtype(
-      c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(&s)));
-  int64_t old_length = static_cast<int64_t>(old) / itemsize, stride = 1;
-  flat.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(&old_length, 1), at::IntArrayRef(&stride, 1));
+  Tensor flat = flat_view(s);
+  if (nbytes % flat.element_size() != 0) flat = flat.view(at::kByte);
+  auto itemsize = static_cast<int64_t>(flat.element_size());
   int64_t length = static_cast<int64_t>(nbytes) / itemsize, kept = std::min<int64_t>(length, flat.numel());
-  Tensor grown = at::empty({length}, options);
+  Tensor grown = at::empty({length}, flat.options());
   if (kept < length) grown.zero_();
   grown.narrow(0, 0, kept).copy_(flat.narrow(0, 0, kept));
   move_value(storage_of(grown), &s);

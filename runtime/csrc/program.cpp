@@ -78,6 +78,9 @@ class Converter {
         return py::int_(key.bits);
       case NumberKey::kDouble:
         return py::float_(std::bit_cast<double>(key.bits));
+      case NumberKey::kComplex:
+        return py::reinterpret_steal<py::object>(
+            PyComplex_FromDoubles(std::bit_cast<double>(key.bits), std::bit_cast<double>(key.imaginary_bits)));
       case NumberKey::kBool:
         return py::bool_(key.bits != 0);
     }

@@ -15,14 +15,14 @@ namespace {
 // A value this small is kept on the host after the first read: reading it again costs nothing.
 constexpr int64_t kMaxKeptBytes = 4096;
 
-struct ReadersGuard {
-  explicit ReadersGuard(Buffer& buffer) : buffer(buffer) { buffer.readers++; }
-  ~ReadersGuard() { buffer.readers--; }
+// Ends the reading that materialize() began.
+struct EndReading {
+  ~EndReading() { buffer.readers--; }
   Buffer& buffer;
 };
 
 at::Tensor host_value(const BufferRef& buffer) {
-  ReadersGuard reading(*buffer);
+  EndReading reading{*buffer};
   wait_ready(buffer);
   if (buffer->state == BufferState::kError) {
     mark_seen(buffer->error);

@@ -107,7 +107,10 @@ int32_t value_of_slow(Recorder& r, TpuStorage* s) {
   if (s->is_shared) {
     slot = static_cast<int32_t>(std::find(r.inputs.begin(), r.inputs.end(), s->buffer) - r.inputs.begin());
   }
-  if (slot == static_cast<int32_t>(r.inputs.size())) r.inputs.push_back(s->buffer);
+  if (slot == static_cast<int32_t>(r.inputs.size())) {
+    r.inputs.push_back(s->buffer);
+    s->buffer->regions++;
+  }
   s->recorder = &r;
   s->epoch = r.epoch;
   s->value = ~slot;
@@ -124,6 +127,10 @@ void move_value(TpuStorage* from, TpuStorage* to) {
     to->recorder->live[to->value] = to;
     from->value = kNoValue;
     from->epoch = 0;
+  } else if (from->value != kNoValue) {  // the buffer keeps its input number: a buffer is donated once
+    to->recorder = from->recorder;
+    to->epoch = from->epoch;
+    to->value = from->value;
   }
   from->set_buffer({});
   to->base = from->base;
@@ -176,32 +183,24 @@ IValue apply_return(Recorder& r, const ReturnMeta& ret, const IValue& aliased) {
   return {};
 }
 
-void apply(Recorder& r, Node& node, Stack* stack) {
-  size_t given = node.info->args.size();
-  const IValue* args = stack->data() + stack->size() - given;
+// Results are collected beside the stack: a dying argument takes state_lock, so the arguments outlive it.
+using Results = c10::SmallVector<IValue, 4>;
+
+void apply(Recorder& r, Node& node, const IValue* args, Results& results) {
   if (static_cast<int32_t>(r.live.size()) < node.next_value) r.live.resize(node.next_value + 64, nullptr);
   for (const auto& w : node.writes) {
     if (w.element < 0) {
       apply_write(r, w, args[w.arg].toTensor());
     } else {
-      apply_write(r, w, args[w.arg].toListRef()[w.element].toTensor());
+      const at::Tensor& t = args[w.arg].toListRef()[w.element].toTensor();
+      apply_write(r, w, t);
+      if (node.info->is_foreach && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
     }
   }
-  size_t returns = node.returns.size();
-  if (returns == 1) {
-    int alias = node.info->return_alias[0];
-    IValue result = apply_return(r, node.returns[0], alias >= 0 ? args[alias] : IValue());
-    torch::jit::drop(*stack, given);
-    stack->push_back(std::move(result));
-    return;
-  }
-  c10::SmallVector<IValue, 4> results;
-  for (size_t i = 0; i < returns; i++) {
+  for (size_t i = 0; i < node.returns.size(); i++) {
     int alias = node.info->return_alias[i];
     results.push_back(apply_return(r, node.returns[i], alias >= 0 ? args[alias] : IValue()));
   }
-  torch::jit::drop(*stack, given);
-  for (auto& result : results) stack->push_back(std::move(result));
 }
 
 // ---- finding the node
@@ -254,8 +253,7 @@ void draw_random(Recorder& r, const Node& node, const IValue* args, LiftedNumber
 }
 
 // Under state_lock.  False where the op stream is new.
-bool try_hit(Recorder& r, const OpInfo& info, Stack* stack, bool is_retry) {
-  const IValue* args = stack->data() + stack->size() - info.args.size();
+bool try_hit(Recorder& r, const OpInfo& info, const IValue* args, bool is_retry, Results& results) {
   LiftedNumbers lifted;
   Found found = find_child(r, info, args, lifted, is_retry);
   if (!found.node) return false;
@@ -264,7 +262,7 @@ bool try_hit(Recorder& r, const OpInfo& info, Stack* stack, bool is_retry) {
   r.ints.insert(r.ints.end(), lifted.ints.begin(), lifted.ints.end());
   (is_retry ? counters.misses : counters.hits)++;
   r.at = found.node;
-  apply(r, *found.node, stack);
+  apply(r, *found.node, args, results);
   return true;
 }
 
@@ -298,8 +296,8 @@ void add_write(Node& node, int arg, int element, const at::Tensor& before, const
               after.storage_offset(), describe(after, next_value)};
   w.value = w.meta.value;
   auto nbytes = static_cast<int64_t>(s->nbytes());
-  if (w.is_resized) nbytes = std::max<int64_t>(nbytes, w.meta.base->nbytes);
-  w.replaces = w.is_resized || covers_storage(w.meta, w.offset, nbytes);
+  if (w.is_resized && w.offset == 0) nbytes = std::max<int64_t>(nbytes, w.meta.base->nbytes);
+  w.replaces = covers_storage(w.meta, w.offset, nbytes);
   if (!w.replaces) w.meta.base = s->base;
   node.writes.push_back(std::move(w));
 }
@@ -382,45 +380,7 @@ bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* for
   return true;
 }
 
-// ---- arguments the hit path does not know: foreign storages, CPU index tensors, storages without a shape
-
-bool is_cpu_index(const IValue& v) {
-  return v.isTensor() && v.toTensor().defined() && v.toTensor().device().is_cpu();
-}
-
-// True where it changed something, so that the call may match now.
-bool prepare_tensor(const at::Tensor& t) {
-  bool was_foreign = is_foreign(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-  auto* s = storage_of(t);
-  StateGuard guard(state_lock);
-  const Base* before = s->base;
-  ensure_base(s, t.unsafeGetTensorImpl());
-  return was_foreign || s->base != before;
-}
-
-bool prepare_args(const OpInfo& info, c10::DeviceIndex device, Stack* stack) {
-  IValue* args = stack->data() + stack->size() - info.args.size();
-  bool changed = false;
-  for (size_t i = 0; i < info.args.size(); i++) {
-    if (args[i].isTensor() && args[i].toTensor().defined() && is_tpu(args[i].toTensor())) {
-      changed |= prepare_tensor(args[i].toTensor());
-    } else if (args[i].isTensorList()) {
-      for (const at::Tensor& t : args[i].toTensorVector()) changed |= is_tpu(t) && prepare_tensor(t);
-    } else if (info.has_optional_list && args[i].isList()) {
-      auto list = args[i].toList();
-      for (size_t e = 0; e < list.size(); e++) {
-        IValue v = list.get(e);
-        if (is_cpu_index(v)) {
-          list.set(e, v.toTensor().to(c10::Device(c10::DeviceType::PrivateUse1, device)));
-          changed = true;
-        } else if (v.isTensor() && v.toTensor().defined()) {
-          changed |= prepare_tensor(v.toTensor());
-        }
-      }
-    }
-  }
-  return changed;
-}
+// ---- the call
 
 c10::DeviceIndex find_device(const OpInfo& info, const IValue* args) {
   for (size_t i = 0; i < info.args.size(); i++) {
@@ -446,6 +406,7 @@ c10::DeviceIndex find_device(const OpInfo& info, const IValue* args) {
 bool learn(Recorder& r, const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   std::optional<Inferred> inferred = infer(info, op, args);
   if (!inferred) return false;
+  if (info.may_resize) grow_outputs(info, args, inferred->args);
   std::string line = current_line();
   StateGuard guard(state_lock);
   LiftedNumbers lifted;
@@ -453,32 +414,88 @@ bool learn(Recorder& r, const OpInfo& info, const c10::OperatorHandle& op, const
   return found.node || insert(r, info, args, found.fork, *inferred, std::move(line));
 }
 
+// A call that is not recorded leaves no trace: the inputs that its arguments have become are forgotten.
+class NewInputs {
+ public:
+  // `known` inputs were there before the call was first looked at.
+  NewInputs(Recorder& r, const IValue* args, size_t given, size_t known)
+      : r_(r), args_(args, args + given), at_(r.at), known_(known), epoch_(r.epoch) {}
+  void keep() { is_kept_ = true; }
+  ~NewInputs() {
+    if (is_kept_) return;
+    StateGuard guard(state_lock);
+    if (r_.epoch != epoch_ || r_.at != at_ || r_.inputs.size() == known_) return;
+    for (const IValue& v : args_) {
+      if (v.isTensor()) forget(v.toTensor());
+      if (!v.isList()) continue;
+      for (const IValue& e : v.toListRef()) {
+        if (e.isTensor()) forget(e.toTensor());
+      }
+    }
+    for (size_t i = known_; i < r_.inputs.size(); i++) r_.inputs[i]->regions--;
+    r_.inputs.resize(known_);
+  }
+
+ private:
+  void forget(const at::Tensor& t) {
+    if (!t.defined() || !is_tpu(t) || !t.unsafeGetTensorImpl()->has_storage()) return;
+    auto* impl = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    if (is_foreign(impl)) return;
+    auto* s = static_cast<TpuStorage*>(impl);
+    if (s->epoch == epoch_ && s->value != kNoValue && s->value < 0 && static_cast<size_t>(~s->value) >= known_) {
+      forget_value(s);
+    }
+  }
+
+  Recorder& r_;
+  std::vector<IValue> args_;
+  Node* at_;
+  size_t known_;
+  uint64_t epoch_;
+  bool is_kept_ = false;
+};
+
+// Records a call that no node matches yet; false where it cannot be recorded.
+bool learn_here(Recorder& r, const OpInfo& info, const c10::OperatorHandle& op, Stack* stack, size_t known) {
+  const IValue* args = stack->data() + stack->size() - info.args.size();
+  NewInputs inputs(r, args, info.args.size(), known);
+  bool is_learned = learn(r, info, op, args);
+  if (is_learned) inputs.keep();
+  return is_learned;
+}
+
 }  // namespace
 
-void RecordKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+void RecordKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) const {
   size_t given = info.args.size();
   c10::DeviceIndex device = find_device(info, stack->data() + stack->size() - given);
   Recorder& r = recorder_for(device);
   if (C10_UNLIKELY(r.boundary != nullptr)) cut(r, r.boundary);
+  Results results;
   for (bool is_prepared = false, is_retry = false;;) {
     bool is_hit;
+    size_t known;
     const char* due = nullptr;
     {
       StateGuard guard(state_lock);
-      is_hit = try_hit(r, info, stack, is_retry);
+      known = r.inputs.size();
+      is_hit = try_hit(r, info, stack->data() + stack->size() - given, is_retry, results);
       if (is_hit && r.at->depth >= limits.max_ops) due = "max_ops";
       if (is_hit && r.at->bytes >= limits.max_bytes) due = "max_bytes";
     }
     if (C10_LIKELY(is_hit)) {
+      torch::jit::drop(*stack, given);
+      for (auto& result : results) stack->push_back(std::move(result));
       if (C10_UNLIKELY(due != nullptr)) cut(r, due);
       if (C10_UNLIKELY(sync_mode)) synchronize(device);
       return;
     }
     if (!is_prepared) {
       is_prepared = true;
+      if (run_in_parts(*this, op, stack)) return;
       if (prepare_args(info, device, stack)) continue;
     }
-    if (!learn(r, info, op, stack->data() + stack->size() - given)) {
+    if (!learn_here(r, info, op, stack, known)) {
       run_on_cpu(op, stack);
       return;
     }

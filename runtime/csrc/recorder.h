@@ -54,8 +54,11 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line);
 // The same for the calling thread's recorder: takes the lock, wakes the launcher, waits while too much is in flight.
 WorkRef cut(Recorder& r, const char* reason);
 void mark_boundary(const char* reason);
+// Ends every pending region and forgets all op streams and their plans.
+void forget_streams();
 
-// Makes the storage's present value a buffer (cutting where it is pending) and returns it; null where undefined.
+// Makes the storage's present value a buffer (cutting where it is pending) and returns it, counted as being read; null
+// where undefined.
 BufferRef materialize(TpuStorage* s, const char* reason);
 // A host tensor with t's sizes, strides and values; waits for them.
 at::Tensor read_to_host(const at::Tensor& t);
@@ -82,13 +85,23 @@ extern Counters counters;
 
 struct RecordKernel final : c10::OperatorKernel {
   RecordKernel(const c10::OperatorHandle& handle, const OpFacts& facts) : info(handle, facts) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack);
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const;
   const OpInfo info;
 };
 // Registers the recorder for each op and for its in-place and out= variants; returns variant -> functional name.
 std::unordered_map<std::string, std::string> register_ops(const std::vector<std::pair<std::string, OpFacts>>& table);
 // Records dst.copy_(src), both on one tpu.
 void record_copy(const at::Tensor& dst, const at::Tensor& src);
+
+// Changes the arguments that the hit path does not know: foreign storages, storages without a shape, CPU index tensors,
+// lazily conjugated or negated tensors.  True where it changed something, so that the call may match now.
+bool prepare_args(const OpInfo& info, c10::DeviceIndex device, Stack* stack);
+// Serves a call that cannot be one node: a write into a lazy tensor, a list whose writes overlap.  False: it can be one.
+bool run_in_parts(const RecordKernel& kernel, const c10::OperatorHandle& op, Stack* stack);
+// Before a recorded write grows the storage of a view that does not begin it, its other bytes move to a larger one.
+void grow_outputs(const OpInfo& info, const IValue* args, const Stack& after);
+// A flat tensor over all of a storage's bytes; its dtype is the base's where that fits.
+at::Tensor flat_view(TpuStorage& s);
 
 // Runs an op on the CPU: counted, attributed, and refused where the user asked for that.
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack);

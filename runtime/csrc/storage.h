@@ -52,6 +52,7 @@ struct Buffer : c10::intrusive_ptr_target {
   c10::DeviceIndex device;
   std::atomic<BufferState> state;
   std::atomic<int32_t> holders{0};  // storages whose present value this is; 0 lets a launch take the memory
+  int32_t regions = 0;              // pending regions that read it, of any thread; under state_lock
   std::atomic<int32_t> readers{0};  // threads copying it to the host; a launch that takes the memory waits for them
   PyObject* object = nullptr;       // the engine's array; null while pending and for a host tensor not yet uploaded
   PyObject* guard = nullptr;        // unresolved device-side checks, or null
@@ -89,6 +90,11 @@ constexpr int kSlotBits = 36;
 c10::Allocator* device_allocator();
 bool is_foreign(const c10::StorageImpl* storage);
 bool is_tpu(const at::Tensor& t);
+// Conjugated or negated by a mark only; recorded ops see none.
+inline bool is_lazy(const at::Tensor& t) {
+  constexpr c10::DispatchKeySet marks({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  return t.unsafeGetTensorImpl()->key_set().has_any(marks);
+}
 // The storage of a tpu tensor.  Legacy unpickling wraps our address in a plain StorageImpl: the address finds the real
 // one, and the tensor is moved onto it.  Throws for a storage this backend did not make.
 TpuStorage* storage_of(const at::Tensor& t);

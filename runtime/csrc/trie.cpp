@@ -65,6 +65,7 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle, const OpFacts& facts)
     may_resize |= args.back().is_out;
   }
   random |= generator_arg >= 0;
+  is_foreach = name.rfind("_foreach_", 0) == 0;
   for (const auto& ret : schema.returns()) {
     int alias = -1;
     if (ret.alias_info()) {
@@ -94,6 +95,10 @@ bool read_number(const IValue& v, NumberKey& key) {
     return false;
   }
   return true;
+}
+
+NumberKey complex_key(c10::complex<double> value) {
+  return {NumberKey::kComplex, false, std::bit_cast<int64_t>(value.real()), std::bit_cast<int64_t>(value.imag())};
 }
 
 bool read_cpu_scalar(const at::Tensor& t, NumberKey& key) {
@@ -132,6 +137,12 @@ bool read_cpu_scalar(const at::Tensor& t, NumberKey& key) {
     case at::kByte:
       key = {NumberKey::kInt, false, *static_cast<const uint8_t*>(data)};
       return true;
+    case at::kComplexDouble:
+      key = complex_key(*static_cast<const c10::complex<double>*>(data));
+      return true;
+    case at::kComplexFloat:
+      key = complex_key(static_cast<c10::complex<double>>(*static_cast<const c10::complex<float>*>(data)));
+      return true;
     default:
       return false;
   }
@@ -149,8 +160,8 @@ Match match_number(const NumberKey& key, const NumberKey& given, LiftedNumbers& 
     }
     return Match::kYes;
   }
-  if (key.bits == given.bits) return Match::kYes;
-  return key.kind == NumberKey::kBool ? Match::kNo : Match::kButNumbers;
+  if (key.bits == given.bits && key.imaginary_bits == given.imaginary_bits) return Match::kYes;
+  return key.kind == NumberKey::kBool || key.kind == NumberKey::kComplex ? Match::kNo : Match::kButNumbers;
 }
 
 double as_double(const NumberKey& key) {
@@ -158,7 +169,7 @@ double as_double(const NumberKey& key) {
 }
 
 bool is_structural(const ArgInfo& arg, const NumberKey& key) {
-  if (arg.is_structural || key.kind == NumberKey::kBool) return true;
+  if (arg.is_structural || key.kind == NumberKey::kBool || key.kind == NumberKey::kComplex) return true;
   double value = as_double(key);
   return std::find(arg.structural.begin(), arg.structural.end(), value) != arg.structural.end();
 }
@@ -175,7 +186,7 @@ Match match_liftable(const ArgInfo& arg, const NumberKey& key, const NumberKey& 
 
 inline Match match_tensor(Recorder& r, const TensorKey& key, const at::Tensor& t, LiftedNumbers& lifted) {
   const auto* impl = t.unsafeGetTensorImpl();
-  if (key.is_none || !impl->has_storage()) return Match::kNo;
+  if (key.is_none || !impl->has_storage() || is_lazy(t)) return Match::kNo;
   auto* s = impl->unsafe_storage().unsafeGetStorageImpl();
   if (is_foreign(s)) return Match::kNo;
   auto* storage = static_cast<TpuStorage*>(s);
@@ -388,6 +399,24 @@ bool make_keys(Recorder& r, const OpInfo& info, const IValue* args, std::vector<
   return true;
 }
 
+namespace {
+
+// A write beside another view of the same storage: whether they overlap decides what the call means.
+bool writes_beside(const OpInfo& info, const std::vector<ArgKey>& keys, size_t arg, size_t element) {
+  const TensorKey& key = keys[arg].tensors[element];
+  for (size_t i = 0; i < info.args.size(); i++) {
+    for (size_t e = 0; e < keys[i].tensors.size(); e++) {
+      bool is_other = i != arg || e != element;
+      if (is_other && keys[i].tensors[e].value == key.value && (info.args[i].is_written || info.args[arg].is_written)) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
 void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys) {
   if (info.may_resize && !info.lifts) fork = nullptr;  // the numbers may decide the result's shape
   for (size_t i = 0; i < info.args.size(); i++) {
@@ -401,8 +430,8 @@ void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys) 
       lift_number(info, arg, old ? &old->numbers[e] : nullptr, key.numbers[e]);
     }
     for (size_t e = 0; old && e < key.tensors.size(); e++) {
-      key.tensors[e].is_offset_lifted =
-          old->tensors[e].is_offset_lifted || old->tensors[e].offset != key.tensors[e].offset;
+      bool differs = old->tensors[e].is_offset_lifted || old->tensors[e].offset != key.tensors[e].offset;
+      key.tensors[e].is_offset_lifted = differs && !writes_beside(info, keys, i, e);
     }
   }
 }

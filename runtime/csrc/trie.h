@@ -45,6 +45,7 @@ struct OpInfo {
   int generator_arg = -1;
   int device_arg = -1;
   bool lifts, random, has_infer, has_optional_list = false, may_resize = false;
+  bool is_foreach = false;  // bumps the version of each tensor it writes; for other ops a kernel above does
 };
 
 // How one tensor argument is referenced.
@@ -60,9 +61,10 @@ struct TensorKey {
 
 // A number as it is compared: by bits, so that -0.0 differs from 0.0 and NaN equals itself.
 struct NumberKey {
-  enum Kind : uint8_t { kInt, kDouble, kBool } kind = kInt;
+  enum Kind : uint8_t { kInt, kDouble, kBool, kComplex } kind = kInt;
   bool is_lifted = false;
   int64_t bits = 0;
+  int64_t imaginary_bits = 0;
 };
 
 struct ArgKey {
