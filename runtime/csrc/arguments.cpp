@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "recorder.h"
+#include "infer.h"
 
 namespace torchtpu {
 
@@ -178,7 +178,9 @@ bool run_in_parts(const RecordKernel& kernel, const c10::OperatorHandle& op, Sta
       return true;
     }
   }
-  if (!info.is_foreach || !follows_itself(info, args)) return false;
+  if (!info.is_foreach || info.return_alias.size() > 0) return false;
+  // An in-place list op that fails halfway has changed the tensors before.
+  if (!follows_itself(info, args) && !is_refused_by_cpu(info, op, args)) return false;
   op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
   return true;
 }

@@ -79,14 +79,16 @@ Stack convert_args(const OpInfo& info, const IValue* args, c10::DeviceType devic
   return stack;
 }
 
-// Tensors of another device, zero where they hold values, that share storages as the arguments do.
+// Tensors of another device, zero where they hold values, that are the same and share storages as the arguments do.
 class SharedArgs {
  public:
   explicit SharedArgs(c10::DeviceType device) : device_(device) {}
   at::Tensor operator()(const at::Tensor& t) {
     if (!is_tpu(t)) return t;
+    at::Tensor& made = tensors_[t.unsafeGetTensorImpl()];
+    if (made.defined()) return made;
     auto* s = storage_of(t);
-    at::Tensor made = at::empty({0}, t.options().device(device_));
+    made = at::empty({0}, t.options().device(device_));
     auto& storage = storages_[s];
     if (!storage) storage = at::zeros({static_cast<int64_t>(s->nbytes())}, at::device(device_).dtype(at::kByte)).storage();
     made.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -96,6 +98,7 @@ class SharedArgs {
 
  private:
   c10::DeviceType device_;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> tensors_;
   std::unordered_map<TpuStorage*, c10::Storage> storages_;
 };
 
@@ -130,9 +133,12 @@ void check_devices(const OpInfo& info, const IValue* args) {
   }
 }
 
-// Whether the op might write one element twice, or what it reads elsewhere.
-bool may_overlap(const OpInfo& info, const IValue* args) {
+// Whether the op might write one element twice, or what it reads elsewhere, or has no element to work on.
+bool is_odd(const OpInfo& info, const IValue* args) {
   bool found = false;
+  for (size_t i = 0; i < info.args.size(); i++) {
+    for_each_tensor(args[i], [&](const at::Tensor& t) { found |= t.numel() == 0; });
+  }
   for (size_t i = 0; i < info.args.size(); i++) {
     if (!info.args[i].is_written || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
     const at::Tensor& written = args[i].toTensor();
@@ -176,7 +182,7 @@ void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IV
   op.callBoxed(&stack);
 }
 
-// Which overlaps matter differs from op to op: the CPU kernel knows.
+// Which overlaps matter, and what an op does to nothing, differs from op to op: the CPU kernel knows.
 void check_overlap(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
   if (may_ask_cpu) return raise_cpu_error(info, op, args);
   for (size_t i = 0; i < info.args.size(); i++) {
@@ -191,29 +197,48 @@ void check_overlap(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   }
 }
 
-// Those meta kernels also let dtypes pass that the CPU refuses: one element of each argument tells.
-void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
-  if (info.random || !op.hasTag(at::Tag::pointwise)) return;
+// Runs the op on one element of each argument.
+void try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   Silence silence;
   Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) {
     return at::ones(t.dim() == 0 ? at::IntArrayRef() : at::IntArrayRef(1), t.options().device(at::kCPU));
   });
+  op.callBoxed(&stack);
+}
+
+// Lowerings take more dtypes than the CPU has kernels for.
+bool lacks_kernel(const c10::Error& error) {
+  return std::string_view(error.what_without_backtrace()).find("not implemented for '") != std::string_view::npos;
+}
+
+// Those meta kernels also let dtypes pass that the CPU refuses.
+void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
+  if (info.random || !op.hasTag(at::Tag::pointwise)) return;
   try {
-    op.callBoxed(&stack);
-  } catch (const c10::NotImplementedError&) {  // lowerings take more dtypes than the CPU has kernels for
-  } catch (const c10::Error&) {  // perhaps for the shapes that were made up here
-    if (may_ask_cpu) raise_cpu_error(info, op, args);
+    try_on_cpu(info, op, args);
+  } catch (const c10::Error& error) {  // perhaps for the shapes that were made up here
+    if (may_ask_cpu && !lacks_kernel(error)) raise_cpu_error(info, op, args);
   }
 }
 
 }  // namespace
+
+bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+  PlainDispatch plain;
+  try {
+    try_on_cpu(info, op, args);
+  } catch (const c10::Error& error) {
+    return !lacks_kernel(error);
+  }
+  return false;
+}
 
 std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   check_devices(info, args);
   if (reads_through_mask(info, args)) return std::nullopt;
   PlainDispatch plain;
   bool is_small = total_bytes(info, args) <= kMaxErrorBytes;
-  if (may_overlap(info, args)) check_overlap(info, op, args, is_small && !info.random);
+  if (is_odd(info, args)) check_overlap(info, op, args, is_small && !info.random);
   check_dtypes(info, op, args, is_small);
   Inferred inferred;
   SharedArgs meta(at::kMeta);

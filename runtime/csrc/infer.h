@@ -16,4 +16,7 @@ struct Inferred {
 // the op then runs on the CPU.
 std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args);
 
+// Whether the CPU raises for these dtypes.
+bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args);
+
 }  // namespace torchtpu

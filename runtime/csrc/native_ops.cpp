@@ -148,8 +148,6 @@ bool equal(const Tensor& self, const Tensor& other) {
   TORCH_CHECK(self.device() == other.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
               self.device(), " and ", other.device(), "!");
   if (self.sizes() != other.sizes()) return false;
-  TORCH_CHECK(self.scalar_type() == other.scalar_type(), "Expected object of data type ", self.scalar_type(),
-              " but got data type ", other.scalar_type(), " for argument 'other' in call to equal");
   return self.numel() == 0 || at::eq(self, other).all().item<bool>();
 }
 

@@ -327,7 +327,7 @@ def polar(abs, angle):
     return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
 
 
-@lowering("_conj_physical", "conj_physical.out")
+@lowering("_conj_physical", "conj_physical.out", "conj_physical_")
 def conj_physical(self):
     return jnp.conj(self) if jnp.issubdtype(self.dtype, jnp.complexfloating) else self
 
