@@ -123,6 +123,7 @@ class Compiler:
                 del self._flights[old]
 
     def _load_or_compile(self, text: str, key: Key, device: int) -> Loaded:
+        self._client.prepare(text)
         if not self._store.keeps:
             self._counters.cache_misses += 1
             return self._compile(text, device)

@@ -7,6 +7,7 @@ for, and the user's JAX stays as it is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,11 @@ class Client:
         return str(self.devices[device].device_kind)
 
     # compile
+
+    def prepare(self, text: str) -> None:
+        """Readies what a program calls outside itself, before it is compiled or loaded."""
+        if self.platform == "cpu" and "lapack_" in text:
+            _register_lapack()
 
     def compile(self, text: str, device: int) -> Any:
         """Compiles a StableHLO module for one device; raises what XLA raises. The GIL is released meanwhile."""
@@ -223,3 +229,15 @@ def _from_numpy(array: Any) -> torch.Tensor:
     except TypeError:
         width = {1: np.uint8, 2: np.int16}[array.dtype.itemsize]
         return torch.from_numpy(array.view(width)).view(_torch_dtype(array.dtype))
+
+
+@functools.cache
+def _register_lapack() -> None:
+    """A program with LAPACK calls, launched without this, ends the process."""
+    from jaxlib import lapack
+    from jaxlib.cpu import _lapack
+
+    for platform, targets in lapack.registrations().items():
+        for name, value, version in targets:
+            xla_client.register_custom_call_target(name, value, platform=platform, api_version=version)
+    _lapack.initialize()

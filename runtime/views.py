@@ -91,8 +91,10 @@ def write(base: Base, view: View, *, is_fresh: bool = False, is_flat: bool = Fal
     lines = Lines()
     new = Value(_NEW, view.sizes, view.dtype)
     is_covered = covers(base, view)
-    old = lines.constant(0, base.shape, base.dtype) if is_fresh and not is_covered else Value(_ARRAY, *base)
-    if 0 in view.sizes:
+    is_empty = 0 in view.sizes
+    needs_zeros = is_fresh and (is_empty or not is_covered)
+    old = lines.constant(0, base.shape, base.dtype) if needs_zeros else Value(_ARRAY, *base)
+    if is_empty:
         return _snippet(lines, old)
     array = as_dtype(old, view.dtype) if is_covered else cast(lines, old, view.dtype)
     if view.offset is None:

@@ -655,3 +655,22 @@ def test_a_square_result_in_another_memory_order_is_transposed(engine: Engine) -
         y = record.input(torch.randn(3, 3)).t().neg()
     program = check(engine, record, y)
     assert program.ops[0].results[0].strides == (1, 3)
+
+
+def test_a_factorization_from_disk_finds_lapack_in_a_fresh_process(tmp_path: Any) -> None:
+    code = "import torch; print(torch.linalg.cholesky(torch.eye(3).to('tpu') * 4).cpu().sum().item())"
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "TORCHTPU_CACHE_DIR": str(tmp_path), "TORCHTPU_CACHE": "on"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert (done.returncode, done.stdout.strip()) == (0, "6.0"), done.stderr
+
+
+def test_an_empty_result_of_several_dimensions_is_returned() -> None:
+    parts = torch.split_with_sizes_copy(torch.ones(3, 5).to("tpu"), [0, 5], 1)
+    assert [tuple(p.cpu().shape) for p in parts] == [(3, 0), (3, 5)]
