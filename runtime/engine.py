@@ -78,7 +78,7 @@ class Engine:
                 log.write(str(program))
             module, about, flight = self._submit(program, device, is_flat=False)
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
-            plan.failed(error)
+            plan.failed(_unlowered(error, plan.line))
             return
         self.counters.regions_planned += 1
 
@@ -157,6 +157,15 @@ def _largest(program: Program) -> str:
     nbytes, result, op = max(made, key=lambda m: m[0])
     shape = f"{str(result.dtype).removeprefix('torch.')}{list(result.sizes)}"
     return f"{shape}, {show_bytes(nbytes)}, of aten::{op.name} at {op.line}"
+
+
+def _unlowered(error: Exception, line: str) -> Exception:
+    """The error of a region that was not lowered; a RuntimeError names its op and line already."""
+    if isinstance(error, RuntimeError):
+        return error
+    failure = RuntimeError(f"the region recorded at {line} could not be lowered: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _explained(error: BaseException, about: About) -> Exception:

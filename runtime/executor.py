@@ -202,8 +202,7 @@ def _explained(error: BaseException, about: About) -> BaseException:
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
         return error
     text = f"the region recorded at {about.line} ({about.ops} ops) could not be launched: {error}"
-    if "RESOURCE_EXHAUSTED" in str(error):
-        return torch.OutOfMemoryError(f"{text} (its largest result: {about.largest})")
-    failure = RuntimeError(text)
+    kind = torch.OutOfMemoryError if "RESOURCE_EXHAUSTED" in str(error) else RuntimeError
+    failure = kind(f"{text} (its largest result: {about.largest})")
     failure.__cause__ = error
     return failure

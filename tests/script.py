@@ -1,0 +1,58 @@
+"""In: a script. Out: what it printed once it has ended by itself; one that hangs prints every thread's stack."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_PRELUDE = "import faulthandler; faulthandler.enable()\n"
+
+
+class Ended(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
+    """Runs Python code in a process of its own; what it started dies with it. Output goes through files: a forked child
+    that outlives the script would keep a pipe open."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "script.py")
+        path.write_text(_PRELUDE + textwrap.dedent(code))
+        with Path(folder, "out").open("w") as out, Path(folder, "err").open("w") as err:
+            process = subprocess.Popen(
+                [sys.executable, str(path)],
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # faulthandler dumps the stacks
+                status = process.wait(20)
+        ended = Ended(status, Path(folder, "out").read_text(), Path(folder, "err").read_text())
+        is_alone = _is_gone(process.pid)
+        return ended if is_alone else ended._replace(err=ended.err + "a process outlives the script")
+
+
+def _is_gone(group: int) -> bool:
+    """Whether the group ends by itself within 5 seconds, as multiprocessing's helpers do; it is dead afterwards."""
+    try:
+        for _ in range(50):
+            os.killpg(group, 0)
+            time.sleep(0.1)
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    return False

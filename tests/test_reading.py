@@ -1,0 +1,124 @@
+"""In: reads of every kind. Out: what they wait for, what they cost, and what they say when they take long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchtpu import metrics, startup
+from torchtpu.runtime import _C
+
+
+@pytest.fixture
+def hold_builds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Makes builds wait for an event."""
+    real = startup.engine().compiler._load_or_compile
+
+    def hold(released: Any) -> None:
+        def build(*args: Any) -> Any:
+            assert released.wait(30)
+            return real(*args)
+
+        monkeypatch.setattr(startup.engine().compiler, "_load_or_compile", build)
+
+    return hold
+
+
+def test_a_read_waits_only_for_its_own_value(hold_builds: Callable[[Any], None]) -> None:
+    x = torch.ones(3, device="tpu")
+    ready = x + 1
+    assert ready.tolist() == [2.0, 2.0, 2.0]
+    released = threading.Event()
+    hold_builds(released)
+    slow = x.rsqrt().tan()
+    _C.cut("test")
+    assert ready.cpu().tolist() == [2.0, 2.0, 2.0]  # a deadlock where it waited for what is queued
+    assert metrics.snapshot()["queue"] > 0
+    released.set()
+    assert slow.shape == slow.cpu().shape
+
+
+def test_other_threads_run_while_one_waits(hold_builds: Callable[[Any], None]) -> None:
+    x = torch.ones(3, device="tpu")
+    x.cpu()
+    released = threading.Event()
+    hold_builds(released)
+    timer = threading.Timer(0.2, released.set)  # never runs where the waiting thread holds the GIL
+    timer.start()
+    assert x.log2().tolist() == [0.0, 0.0, 0.0]
+    timer.join()
+
+
+def test_item_twice_downloads_once() -> None:
+    x = torch.ones(3, device="tpu").sum()
+    assert x.item() == 3
+    before = metrics.snapshot()["downloads"]
+    assert (x.item(), float(x), x.tolist(), bool(x == x)) == (3.0, 3.0, 3.0, True)
+    assert metrics.snapshot()["downloads"] == before + 1  # of x == x
+
+
+def test_printing_reads_once_and_records_nothing() -> None:
+    x = torch.arange(6.0, device="tpu").view(2, 3)
+    before = metrics.snapshot()
+    assert repr(x) == "tensor([[0., 1., 2.],\n        [3., 4., 5.]], device='tpu:0')"
+    assert f"{x[0, 1]:.2f}" == "1.00"
+    after = metrics.snapshot()
+    assert after["ops_recorded"] == before["ops_recorded"]
+    assert after["downloads"] == before["downloads"] + 1
+
+
+def test_copies_both_ways_and_without_blocking() -> None:
+    host = torch.arange(4.0)
+    x = torch.empty(4, device="tpu")
+    x.copy_(host)
+    host.zero_()  # what was copied stays
+    assert x.to("cpu", non_blocking=True).tolist() == [0.0, 1.0, 2.0, 3.0]
+    back = torch.empty(2, 2, dtype=torch.float64)
+    back.copy_(x.view(2, 2).t() * 2, non_blocking=True)
+    assert back.tolist() == [[0.0, 4.0], [2.0, 6.0]]
+    x[1:3].copy_(torch.tensor([7, 8]), non_blocking=True)
+    assert x.tolist() == [0.0, 7.0, 8.0, 3.0]
+    y = torch.arange(4.0).to("tpu", non_blocking=True)
+    assert (x - y).tolist() == [0.0, 6.0, 6.0, 0.0]
+
+
+def test_what_is_read_later_is_the_value_of_the_read(hold_builds: Callable[[Any], None]) -> None:
+    x = torch.ones(3, device="tpu")
+    before = x.cpu()
+    x.add_(1)
+    after = x.cpu()
+    x.mul_(5)
+    assert (before.tolist(), after.tolist(), x.tolist()) == ([1.0] * 3, [2.0] * 3, [10.0] * 3)
+
+
+def test_a_long_wait_logs_one_line_that_names_the_region(
+    hold_builds: Callable[[Any], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.ones(3, device="tpu")
+    x.cpu()
+    released = threading.Event()
+    hold_builds(released)
+    y = x.sinc() + 2
+    timer = threading.Timer(4.2, released.set)
+    timer.start()
+    started = time.monotonic()
+    assert y.tolist() == [2.0, 2.0, 2.0]
+    assert time.monotonic() - started > 3
+    timer.join()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    for part in ("waiting for 3 s", "region of 2 ops", "cut: read", __file__ + ":", "being compiled"):
+        assert part in lines[0]
+
+
+def test_a_read_of_what_was_never_written_waits_for_nothing() -> None:
+    x = torch.empty(3, device="tpu")
+    regions = metrics.snapshot()["regions"]
+    assert x.cpu().shape == (3,)
+    assert metrics.snapshot()["regions"] <= regions + 1
+    assert _C.stats()["queue"] == 0
