@@ -73,7 +73,7 @@ class Plan:
     """Stands for the recorder's plan."""
 
     def __init__(self, program: Program, device: int = 0) -> None:
-        self.program, self.device = program, device
+        self.program, self.device, self.line = program, device, program.line
         self.executable: Any = None
         self.error: Any = None
         self._done = threading.Event()

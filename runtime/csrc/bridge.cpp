@@ -78,15 +78,19 @@ void raise_stored(PyObject* error) {
 std::string current_line() {
   if (!Py_IsInitialized()) return "";
   py::gil_scoped_acquire gil;
-  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  while (frame) {
-    auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
-    auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
-    std::string file = py::cast<std::string>(code.attr("co_filename"));
-    if (!is_library_file(file.c_str())) return file + ":" + std::to_string(PyFrame_GetLineNumber(raw));
-    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
+  auto* frame = reinterpret_cast<PyFrameObject*>(Py_XNewRef(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
+  std::string line;
+  while (frame && line.empty()) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    const char* file = PyUnicode_AsUTF8(code->co_filename);
+    if (file && !is_library_file(file)) line = file + (":" + std::to_string(PyFrame_GetLineNumber(frame)));
+    Py_DECREF(code);
+    PyFrameObject* caller = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = caller;
   }
-  return "";
+  Py_XDECREF(frame);
+  return line;
 }
 
 void infer_in_python(const OpInfo& info, Stack* stack) {
