@@ -41,7 +41,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A 0-dim CPU tensor argument; `wrapped` where it was a Python number (PyTorch's type promotion tells them apart)."""
+    """A 0-dim CPU tensor argument; `wrapped` where it was a Python number, which type promotion tells apart."""
 
     value: bool | int | float | complex | Lifted
     dtype: torch.dtype

@@ -27,7 +27,7 @@ def test_clang_format_changes_nothing() -> None:
 
 @pytest.mark.timeout(900)
 def test_strict_mypy_finds_nothing(tmp_path: Path) -> None:
-    """mypy cannot follow an editable install's import hook: it sees the package's folders as an installed one has them."""
+    """mypy cannot follow an editable install's import hook: it sees the folders as an installed package has them."""
     package = tmp_path / "torchtpu"
     package.mkdir()
     for entry in (ROOT / "torchtpu").iterdir():

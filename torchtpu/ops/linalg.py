@@ -11,6 +11,8 @@ import torch
 
 from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, lowering
 
+_LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch's stubs lack it
+
 
 def matmul(a: Any, b: Any) -> Any:
     """The product, in full precision on every platform."""
@@ -82,7 +84,7 @@ def cholesky(self, upper=False, *, ctx):
 
 def _check_positive_definite(ctx: Any, name: str, info: Any) -> None:
     message = f"{name}: The factorization could not be completed because the input is not positive-definite"
-    ctx.check(info == 0, message, torch.linalg.LinAlgError)
+    ctx.check(info == 0, message, _LinAlgError)
 
 
 def _cholesky_info(a: Any, factor: Any) -> Any:
@@ -166,7 +168,7 @@ def solve_lu(lu: Any, pivots: Any, b: Any, *, turned: bool = False) -> Any:
 
 
 def _check_invertible(ctx: Any, name: str, info: Any) -> None:
-    ctx.check(info == 0, f"{name}: The diagonal element of U is zero, the matrix is singular", torch.linalg.LinAlgError)
+    ctx.check(info == 0, f"{name}: The diagonal element of U is zero, the matrix is singular", _LinAlgError)
 
 
 @lowering("linalg_lu_factor_ex")

@@ -79,11 +79,13 @@ class Lowering:
         return "ctx" in inspect.signature(self.function).parameters
 
 
+Register = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 LOWERINGS: dict[str, Lowering] = {}
 PLATFORM_LOWERINGS: dict[tuple[str, str], Lowering] = {}
 
 
-def lowering(*names: str, platform: str | None = None, **facts: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lowering(*names: str, platform: str | None = None, **facts: Any) -> Register:
     """Registers the decorated function as the lowering of the ATen ops `names` (`"add.Tensor"`, without namespace).
 
     The function gets the op's arguments by the schema's names and order: tensors as jax arrays of their logical shape,
@@ -106,7 +108,7 @@ def lowering(*names: str, platform: str | None = None, **facts: Any) -> Callable
     return register
 
 
-def pointwise(*names: str, promote: str = "default", **facts: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def pointwise(*names: str, promote: str = "default", **facts: Any) -> Register:
     """Registers an elementwise lowering; its tensors and numbers arrive promoted as PyTorch promotes them.
 
     `promote` names a `torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND` ("default", "int_to_float", "always_bool",
@@ -119,7 +121,7 @@ def pointwise(*names: str, promote: str = "default", **facts: Any) -> Callable[[
         def promoted(*args: Any, **kwargs: Any) -> Any:
             values = [*args, *(v for k, v in kwargs.items() if k != "ctx")]
             compute = _compute_dtype(values, kind)
-            cast = lambda v: v if v is None or isinstance(v, (str, bool)) else as_dtype(v, compute)  # noqa: E731
+            cast = lambda v: v if v is None or isinstance(v, (str, bool)) else as_dtype(v, compute)
             return function(*map(cast, args), **{k: v if k == "ctx" else cast(v) for k, v in kwargs.items()})
 
         return lowering(*names, lifts=True, **facts)(promoted)
