@@ -1,6 +1,7 @@
 // Calls that the hit path does not know: in come arguments as the user gave them, out go ones that a node can match, or
 // the same call in parts that can.
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/_conj_physical.h>
 #include <ATen/ops/empty.h>
 
@@ -21,9 +22,7 @@ at::Tensor resolve(const at::Tensor& t) {
 
 // ---- single arguments
 
-bool is_cpu_index(const IValue& v) {
-  return v.isTensor() && v.toTensor().defined() && v.toTensor().device().is_cpu();
-}
+bool is_cpu_index(const IValue& v) { return v.isTensor() && v.toTensor().defined() && v.toTensor().device().is_cpu(); }
 
 // True where it changed something.
 bool prepare_tensor(const at::Tensor& t) {
@@ -112,9 +111,14 @@ bool define_written(const OpInfo& info, const IValue* args) {
   return !undefined.empty();
 }
 
-// A list op's elements follow one another: an element that another one writes is read after that write.
+// A list op's elements follow one another: an element that another one writes is read after that write.  One that is
+// written to more than once is an error, after those before it were written.
 bool follows_itself(const OpInfo& info, const IValue* args) {
   bool found = false;
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (!info.args[i].is_written || !args[i].isTensorList()) continue;
+    for (const at::Tensor& t : args[i].toTensorVector()) found |= at::has_internal_overlap(t) == at::MemOverlap::Yes;
+  }
   for_each_pair(info, places_of(info, args), [&](const Place& a, const Place& b) {
     found |= a.element != b.element && a.begin < b.end && b.begin < a.end;
   });
@@ -198,9 +202,10 @@ void grow_outputs(const OpInfo& info, const IValue* args, const Stack& after) {
 
 at::Tensor flat_view(TpuStorage& s) {
   auto nbytes = static_cast<int64_t>(s.nbytes());
-  auto dtype = s.base && nbytes % static_cast<int64_t>(c10::elementSize(s.base->dtype)) == 0 ? s.base->dtype : at::kByte;
-  at::Tensor flat =
-      at::empty({0}, at::TensorOptions().dtype(dtype).device(c10::Device(c10::DeviceType::PrivateUse1, s.device_index)));
+  auto dtype =
+      s.base && nbytes % static_cast<int64_t>(c10::elementSize(s.base->dtype)) == 0 ? s.base->dtype : at::kByte;
+  at::Tensor flat = at::empty(
+      {0}, at::TensorOptions().dtype(dtype).device(c10::Device(c10::DeviceType::PrivateUse1, s.device_index)));
   flat.unsafeGetTensorImpl()->set_storage_keep_dtype(
       c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(&s)));
   int64_t length = nbytes / static_cast<int64_t>(c10::elementSize(dtype)), stride = 1;

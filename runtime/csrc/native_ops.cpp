@@ -31,9 +31,11 @@ c10::DeviceIndex index_of(std::optional<c10::Device> device) {
 
 Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin) {
+  refuse_in_fork();
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided; got layout ", *layout);
-  for (int64_t size : sizes) TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
+  for (int64_t size : sizes)
+    TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
   auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
   auto index = index_of(device);
   TORCH_CHECK(index < device_count(), "tpu error: invalid device ordinal ", int(index), ": there are ",
@@ -44,8 +46,12 @@ Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::option
     if (at::isFloatingType(type) || at::isComplexType(type)) {
       t.fill_(std::numeric_limits<double>::quiet_NaN());
     } else {
-      t.fill_(type == at::kBool ? at::Scalar(true) : at::Scalar(static_cast<int64_t>(
-          type == at::kByte ? 255 : type == at::kChar ? 127 : type == at::kShort ? 32767 : type == at::kInt ? INT32_MAX : INT64_MAX)));
+      t.fill_(type == at::kBool ? at::Scalar(true)
+                                : at::Scalar(static_cast<int64_t>(type == at::kByte    ? 255
+                                                                  : type == at::kChar  ? 127
+                                                                  : type == at::kShort ? 32767
+                                                                  : type == at::kInt   ? INT32_MAX
+                                                                                       : INT64_MAX)));
     }
   }
   return t;
@@ -100,14 +106,19 @@ void copy_on_device(Tensor dst, Tensor src) {
   }
   if (dst.is_neg()) {
     dst = dst._neg_view();
-    src = src.neg();
+    src = src.to(dst.scalar_type()).neg();
   }
   record_copy(dst, src);
 }
 
+bool is_same_view(const Tensor& a, const Tensor& b) {
+  return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides() && a.dtype() == b.dtype() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
+}
+
 Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   TORCH_CHECK(self.defined() && src.defined(), "copy_: undefined tensor");
-  if (self.is_same(src)) return self;
+  if (self.is_same(src) || is_same_view(self, src)) return self;
   if (is_tpu(self) && is_tpu(src) && self.device() == src.device()) {
     copy_on_device(self, src);
   } else if (is_tpu(self)) {
@@ -145,8 +156,9 @@ at::Scalar local_scalar_dense(const Tensor& self) {
 }
 
 bool equal(const Tensor& self, const Tensor& other) {
-  TORCH_CHECK(self.device() == other.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
-              self.device(), " and ", other.device(), "!");
+  TORCH_CHECK(self.device() == other.device(),
+              "Expected all tensors to be on the same device, but found at least two devices, ", self.device(), " and ",
+              other.device(), "!");
   if (self.sizes() != other.sizes()) return false;
   return self.numel() == 0 || at::eq(self, other).all().item<bool>();
 }
@@ -166,12 +178,17 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
 
 Tensor& set_storage_offset(Tensor& self, c10::Storage source, int64_t offset, at::IntArrayRef size,
                            at::IntArrayRef stride) {
-  TORCH_CHECK(source.device().type() == c10::DeviceType::PrivateUse1, "Attempted to set the storage of a tensor on device \"",
-              self.device(), "\" to a storage on different device \"", source.device(),
+  TORCH_CHECK(source.device().type() == c10::DeviceType::PrivateUse1,
+              "Attempted to set the storage of a tensor on device \"", self.device(),
+              "\" to a storage on different device \"", source.device(),
               "\".  This is no longer allowed; the devices must match.");
   TORCH_CHECK(offset >= 0, "Tensor: invalid storage offset ", offset);
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(std::move(source));
+  if (self.sizes() == size && (stride.size() != size.size() || self.strides() == stride)) {
+    impl->set_storage_offset(offset);  // PyTorch neither restrides nor grows where the sizes stay
+    return self;
+  }
   c10::SmallVector<int64_t, 5> strides(stride.begin(), stride.end());
   if (stride.size() != size.size()) {
     strides.resize(size.size());
