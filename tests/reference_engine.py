@@ -238,7 +238,7 @@ def _store(made: Result | Write, offset: int, tensor: torch.Tensor, old: torch.T
 
 def _view(store: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int) -> torch.Tensor:
     extent = offset + 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if math.prod(sizes) else 0
-    assert extent * dtype.itemsize <= store.nbytes, f"{dtype} {sizes} {strides} {offset} outside of {store.nbytes} bytes"
+    assert extent * dtype.itemsize <= store.nbytes, f"{dtype} {sizes} {strides} {offset} outside {store.nbytes} bytes"
     return torch.empty(0, dtype=dtype).set_(store.untyped_storage(), offset, tuple(sizes), tuple(strides))
 
 

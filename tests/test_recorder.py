@@ -1,4 +1,4 @@
-"""In: small scripts on the device. Out: what the recorder made of them: programs, outputs, donations, versions, errors."""
+"""In: small scripts on the device. Out: what the recorder made of them: programs, outputs, versions, errors."""
 
 from __future__ import annotations
 
