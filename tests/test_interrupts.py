@@ -176,7 +176,6 @@ def test_a_spawned_child_has_a_device_of_its_own() -> None:
     assert (ended.status, ended.out, ended.err) == (0, "done\n", "")
 
 
-@pytest.mark.xfail(strict=True, reason="a forked child records; what it reads raises")
 def test_a_forked_child_is_told_so_by_the_first_op() -> None:
     ended = run_script(
         SETUP

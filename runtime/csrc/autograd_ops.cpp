@@ -1,4 +1,5 @@
-// Ops whose route is decided above the device: in come calls with their autograd state, out goes the path that serves it.
+// Ops whose route is decided above the device: in come calls with their autograd state, out goes the path that serves
+// it.
 
 #include <ATen/Context.h>
 #include <ATen/SDPBackend.h>

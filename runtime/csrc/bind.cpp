@@ -141,13 +141,15 @@ py::object dump(int device) {
 
 void bind_engine_types(py::module& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def_property_readonly("program", [](const Plan& p) { return make_program(p.node, p.inputs, p.outputs, p.donated, p.line); })
+      .def_property_readonly("program",
+                             [](const Plan& p) { return make_program(p.node, p.inputs, p.outputs, p.donated, p.line); })
       .def_property_readonly("device", [](const Plan& p) { return static_cast<int>(p.device); })
       .def_property_readonly("line", [](const Plan& p) { return p.line; })
       .def("ready", [](Plan& p, py::object executable) { plan_ready(p, executable.ptr()); })
       .def("failed", [](Plan& p, py::object error) { plan_failed(p, error.ptr()); });
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def_property_readonly("executable", [](const Work& w) { return py::reinterpret_borrow<py::object>(w.plan->executable); })
+      .def_property_readonly("executable",
+                             [](const Work& w) { return py::reinterpret_borrow<py::object>(w.plan->executable); })
       .def_property_readonly("device", [](const Work& w) { return static_cast<int>(w.device); })
       .def_property_readonly("floats", [](const Work& w) { return optional_tensor(w.floats); })
       .def_property_readonly("ints", [](const Work& w) { return optional_tensor(w.ints); })
@@ -186,7 +188,8 @@ PYBIND11_MODULE(_C, m) {
     const char* kept = reasons->try_emplace(reason, reason).first->second.c_str();
     py::gil_scoped_release release;
     bool any = false;
-    for (c10::DeviceIndex device = 0; device < device_count(); device++) any |= cut(recorder_for(device), kept) != nullptr;
+    for (c10::DeviceIndex device = 0; device < device_count(); device++)
+      any |= cut(recorder_for(device), kept) != nullptr;
     return any;
   });
   m.def("mark_boundary", [](const std::string& reason) {

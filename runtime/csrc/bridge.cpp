@@ -141,7 +141,9 @@ void finish_device(c10::DeviceIndex device) {
   guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
 }
 
-void launch(const WorkRef& work) { guarded([&] { engine().attr("launch")(work); }); }
+void launch(const WorkRef& work) {
+  guarded([&] { engine().attr("launch")(work); });
+}
 
 void plan(const std::shared_ptr<Plan>& plan) {
   try {

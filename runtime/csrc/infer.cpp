@@ -28,8 +28,9 @@ class PlainDispatch {
   static c10::DispatchKeySet modes() {
     using K = c10::DispatchKey;
     return c10::DispatchKeySet({K::Python, K::PythonTLSSnapshot, K::PythonDispatcher, K::PreDispatch, K::Functionalize,
-                                K::FuncTorchDynamicLayerBackMode, K::FuncTorchDynamicLayerFrontMode, K::FuncTorchBatched,
-                                K::FuncTorchVmapMode, K::FuncTorchGradWrapper, K::FuncTorchBatchedDecomposition}) |
+                                K::FuncTorchDynamicLayerBackMode, K::FuncTorchDynamicLayerFrontMode,
+                                K::FuncTorchBatched, K::FuncTorchVmapMode, K::FuncTorchGradWrapper,
+                                K::FuncTorchBatchedDecomposition}) |
            c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   }
   at::impl::TorchFunctionDisabledState function_state_;
@@ -90,7 +91,8 @@ class SharedArgs {
     auto* s = storage_of(t);
     made = at::empty({0}, t.options().device(device_));
     auto& storage = storages_[s];
-    if (!storage) storage = at::zeros({static_cast<int64_t>(s->nbytes())}, at::device(device_).dtype(at::kByte)).storage();
+    if (!storage)
+      storage = at::zeros({static_cast<int64_t>(s->nbytes())}, at::device(device_).dtype(at::kByte)).storage();
     made.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
     made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
     return made;
@@ -157,9 +159,8 @@ bool reads_through_mask(const OpInfo& info, const IValue* args) {
   bool may_read = info.has_optional_list && info.name.find("index_put") == std::string::npos;
   for (size_t i = 0; i < info.args.size() && may_read; i++) {
     if (!args[i].isList()) continue;
-    for_each_tensor(args[i], [&](const at::Tensor& t) {
-      found |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
-    });
+    for_each_tensor(
+        args[i], [&](const at::Tensor& t) { found |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; });
   }
   return found;
 }

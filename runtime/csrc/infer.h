@@ -8,7 +8,7 @@
 namespace torchtpu {
 
 struct Inferred {
-  Stack args;     // after the call: an out= argument may have been resized
+  Stack args;  // after the call: an out= argument may have been resized
   Stack results;
 };
 

@@ -20,9 +20,9 @@ double seconds_now() { return std::chrono::duration<double>(Clock::now().time_si
 
 // Everything here lives until the process ends: storages die after static destructors have run.
 struct Queue {
-  std::mutex mutex;               // guards the fields below
-  std::condition_variable wake;   // something was queued, planned, launched or stopped
-  std::deque<WorkRef> works;      // in launch order
+  std::mutex mutex;              // guards the fields below
+  std::condition_variable wake;  // something was queued, planned, launched or stopped
+  std::deque<WorkRef> works;     // in launch order
   std::deque<std::shared_ptr<Plan>> plans;
   uint64_t next_sequence = 0, next_done = 0;
   bool is_stopping = false;
@@ -70,8 +70,8 @@ void wait_until(Ready&& ready, Describe&& describe) {
 std::string describe_work(const Work& work) {
   if (!work.plan) return "an event";
   const char* stage = work.plan->state == Plan::kNew ? "being compiled" : "waiting for its turn";
-  return "region of " + std::to_string(work.plan->node->depth) + " ops, cut: " + work.reason + " (" + work.line + "), " +
-         stage;
+  return "region of " + std::to_string(work.plan->node->depth) + " ops, cut: " + work.reason + " (" + work.line +
+         "), " + stage;
 }
 
 // What the queue stands at.
@@ -175,9 +175,8 @@ void launch_loop() {
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(queue->mutex);
-      queue->wake.wait(lock, [] {
-        return queue->is_stopping || (!queue->works.empty() && is_launchable(*queue->works.front()));
-      });
+      queue->wake.wait(
+          lock, [] { return queue->is_stopping || (!queue->works.empty() && is_launchable(*queue->works.front())); });
       if (queue->is_stopping) return;
     }
     std::lock_guard<std::mutex> order(queue->order);
@@ -240,11 +239,9 @@ void enqueue(WorkRef work) {
 }
 
 void wake_launcher() {
+  refuse_in_fork();
   {
     std::lock_guard<std::mutex> lock(queue->mutex);
-    TORCH_CHECK(!in_forked_child,
-                "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
-                "'spawn' start method");
     start_threads();
   }
   queue->wake.notify_all();
@@ -257,9 +254,12 @@ int64_t queue_length() {
 
 void throttle() {
   if (queue_length() <= limits.max_in_flight) return;
-  wait_until([] { return queue->is_stopping ||
-                         static_cast<int64_t>(queue->next_sequence - queue->next_done) <= limits.max_in_flight; },
-             [] { return describe_front(); });
+  wait_until(
+      [] {
+        return queue->is_stopping ||
+               static_cast<int64_t>(queue->next_sequence - queue->next_done) <= limits.max_in_flight;
+      },
+      [] { return describe_front(); });
 }
 
 void wait_ready(const BufferRef& buffer) {
@@ -302,7 +302,9 @@ void wait_all() {
 
 namespace {
 void notify() {
-  { std::lock_guard<std::mutex> lock(queue->mutex); }
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+  }
   queue->wake.notify_all();
 }
 }  // namespace

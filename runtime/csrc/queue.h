@@ -11,11 +11,11 @@ namespace torchtpu {
 // One program: a path of the trie with its live set and donation mask.
 struct Plan {
   enum State : uint8_t { kNew, kReady, kFailed };
-  std::shared_ptr<Trie> trie;      // keeps the path alive
+  std::shared_ptr<Trie> trie;  // keeps the path alive
   const Node* node = nullptr;
   std::vector<const Base*> inputs;
-  std::vector<int32_t> outputs;    // values, ascending
-  std::vector<uint8_t> donated;    // by input
+  std::vector<int32_t> outputs;  // values, ascending
+  std::vector<uint8_t> donated;  // by input
   int64_t output_bytes = 0;
   c10::DeviceIndex device = 0;
   std::string line;
@@ -35,11 +35,11 @@ struct Work {
   c10::DeviceIndex device = 0;
   std::string reason, line;
   std::atomic<bool> is_done{false};
-  double finished_at = 0;          // markers: seconds of the steady clock
+  double finished_at = 0;  // markers: seconds of the steady clock
 };
 
 void enqueue_plan(std::shared_ptr<Plan> plan);
-void enqueue(WorkRef work);       // no waking: see wake_launcher
+void enqueue(WorkRef work);  // no waking: see wake_launcher
 void wake_launcher();
 // Waits, GIL released and Ctrl-C working, until at most limits.max_in_flight regions are queued.
 void throttle();

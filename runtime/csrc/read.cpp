@@ -42,6 +42,7 @@ at::Tensor host_value(const BufferRef& buffer) {
 }  // namespace
 
 at::Tensor read_to_host(const at::Tensor& t) {
+  refuse_in_fork();
   auto options = t.options().device(at::kCPU);
   if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
   auto* s = storage_of(t);

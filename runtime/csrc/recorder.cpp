@@ -69,14 +69,18 @@ Family& own_family() {
 
 }  // namespace
 
+void refuse_in_fork() {
+  TORCH_CHECK(!in_forked_child,
+              "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
+              "'spawn' start method");
+}
+
 Recorder& recorder_for(c10::DeviceIndex device) {
+  refuse_in_fork();
   auto* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO_2);
   auto* family = info ? static_cast<Family*>(info) : &own_family();
   Recorder*& r = family->recorders[device];
   if (!r) {
-    TORCH_CHECK(!in_forked_child,
-                "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
-                "'spawn' start method");
     r = new Recorder(device);
     std::lock_guard<std::mutex> guard(families_mutex);
     every_recorder->push_back(r);
@@ -286,14 +290,20 @@ bool covers_storage(const TensorMeta& m, int64_t offset, int64_t storage_nbytes)
   int64_t numel = 1;
   for (int64_t size : m.sizes) numel *= size;
   const Base* base = base_for(m.sizes, m.strides, m.dtype.toScalarType());
-  return offset == 0 && base->nbytes == storage_nbytes && numel * static_cast<int64_t>(m.dtype.itemsize()) == base->nbytes;
+  return offset == 0 && base->nbytes == storage_nbytes &&
+         numel * static_cast<int64_t>(m.dtype.itemsize()) == base->nbytes;
 }
 
 void add_write(Node& node, int arg, int element, const at::Tensor& before, const at::Tensor& after,
                int32_t* next_value) {
   auto* s = storage_of(before);
-  WriteMeta w{arg, element, 0, before.sizes() != after.sizes() || before.strides() != after.strides(), false,
-              after.storage_offset(), describe(after, next_value)};
+  WriteMeta w{arg,
+              element,
+              0,
+              before.sizes() != after.sizes() || before.strides() != after.strides(),
+              false,
+              after.storage_offset(),
+              describe(after, next_value)};
   w.value = w.meta.value;
   auto nbytes = static_cast<int64_t>(s->nbytes());
   if (w.is_resized && w.offset == 0) nbytes = std::max<int64_t>(nbytes, w.meta.base->nbytes);

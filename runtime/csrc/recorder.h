@@ -20,15 +20,15 @@ using WorkRef = std::shared_ptr<Work>;
 struct Recorder {
   explicit Recorder(c10::DeviceIndex device);
   c10::DeviceIndex device;
-  uint64_t epoch;                          // names the pending region; never reused
+  uint64_t epoch;  // names the pending region; never reused
   std::shared_ptr<Trie> trie = std::make_shared<Trie>();
-  Node* at;                                // the last op recorded
-  Node* shadow = nullptr;                  // after a fork over a number: where the old path stands
-  std::vector<BufferRef> inputs;           // value ~i is inputs[i]
-  std::vector<double> floats;              // lifted numbers so far
+  Node* at;                       // the last op recorded
+  Node* shadow = nullptr;         // after a fork over a number: where the old path stands
+  std::vector<BufferRef> inputs;  // value ~i is inputs[i]
+  std::vector<double> floats;     // lifted numbers so far
   std::vector<int64_t> ints;
-  std::vector<TpuStorage*> live;           // value -> the storage it is the present value of, or null
-  const char* boundary = nullptr;          // a marked end of the region, taken at the next op
+  std::vector<TpuStorage*> live;   // value -> the storage it is the present value of, or null
+  const char* boundary = nullptr;  // a marked end of the region, taken at the next op
   std::string boundary_line;
   bool is_empty() const { return at == &trie->root; }
 };
@@ -37,14 +37,14 @@ uint64_t new_epoch();
 
 // The value number of a storage's present value in r's region; assigns an input where it needs one.
 int32_t value_of_slow(Recorder& r, TpuStorage* s);
-inline int32_t value_of(Recorder& r, TpuStorage* s) {
-  return s->epoch == r.epoch ? s->value : value_of_slow(r, s);
-}
+inline int32_t value_of(Recorder& r, TpuStorage* s) { return s->epoch == r.epoch ? s->value : value_of_slow(r, s); }
 // The storage's present value is about to be replaced or dropped.  Under state_lock.
 void forget_value(TpuStorage* s);
 // Moves the present value of `from` to `to`, which takes its base too.
 void move_value(TpuStorage* from, TpuStorage* to);
 
+// A forked child has no device: raises there what CUDA raises.
+void refuse_in_fork();
 // The recorder of the calling thread's family (autograd's threads belong to their caller's).
 Recorder& recorder_for(c10::DeviceIndex device);
 std::vector<Recorder*> all_recorders();
@@ -96,7 +96,8 @@ void record_copy(const at::Tensor& dst, const at::Tensor& src);
 // Changes the arguments that the hit path does not know: foreign storages, storages without a shape, CPU index tensors,
 // lazily conjugated or negated tensors.  True where it changed something, so that the call may match now.
 bool prepare_args(const OpInfo& info, c10::DeviceIndex device, Stack* stack);
-// Serves a call that cannot be one node: a write into a lazy tensor, a list whose writes overlap.  False: it can be one.
+// Serves a call that cannot be one node: a write into a lazy tensor, a list whose writes overlap.  False: it can be
+// one.
 bool run_in_parts(const RecordKernel& kernel, const c10::OperatorHandle& op, Stack* stack);
 // Before a recorded write grows the storage of a view that does not begin it, its other bytes move to a larger one.
 void grow_outputs(const OpInfo& info, const IValue* args, const Stack& after);

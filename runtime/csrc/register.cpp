@@ -73,7 +73,8 @@ std::vector<c10::OperatorHandle> variants_of(const c10::OperatorHandle& handle, 
 }  // namespace
 
 std::unordered_map<std::string, std::string> register_ops(const std::vector<std::pair<std::string, OpFacts>>& table) {
-  static auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto overloads = aten_overloads();
   std::unordered_map<std::string, std::string> served;
   std::unordered_map<std::string, bool> is_listed;
@@ -87,7 +88,9 @@ std::unordered_map<std::string, std::string> register_ops(const std::vector<std:
     for (const auto& variant : variants_of(*handle, overloads)) {
       auto kernel = std::make_unique<RecordKernel>(variant, facts);
       std::string variant_name = kernel->info.name;
-      if (served.count(variant_name) || (variant_name != name && (is_listed.count(variant_name) || !may_register(variant)))) continue;
+      if (served.count(variant_name) ||
+          (variant_name != name && (is_listed.count(variant_name) || !may_register(variant))))
+        continue;
       served[variant_name] = name;
       (*kernels)[variant_name] = kernel.get();
       if (is_native(variant_name)) {

@@ -242,8 +242,8 @@ at::Tensor build_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::
     StateGuard guard(state_lock);
     take_slot(s.get());
   }
-  at::Tensor t = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(s)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+  at::Tensor t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(s)),
+                                                          c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
   if (sizes.size() != 1 || sizes[0] != 0) t.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return t;
 }

@@ -27,7 +27,8 @@ class SpinLock {
 extern SpinLock state_lock;
 using StateGuard = std::lock_guard<SpinLock>;
 
-// The contiguous n-d array that holds one version of a storage, in memory order.  Interned: equal bases are one pointer.
+// The contiguous n-d array that holds one version of a storage, in memory order.  Interned: equal bases are one
+// pointer.
 struct Base {
   std::vector<int64_t> shape;  // row-major
   at::ScalarType dtype;
@@ -73,7 +74,7 @@ struct TpuStorage final : c10::StorageImpl {
 
   void set_buffer(BufferRef b);  // under state_lock
 
-  const Base* base = nullptr;    // null until the first tensor gives the bytes a shape
+  const Base* base = nullptr;  // null until the first tensor gives the bytes a shape
   BufferRef buffer;
   Recorder* recorder = nullptr;  // whose region `epoch` is
   uint64_t epoch = 0;            // the region for which `value` holds; epochs are never reused

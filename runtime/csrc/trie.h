@@ -30,9 +30,9 @@ enum class ArgRole : uint8_t { kPlain, kDtype, kPlacement };  // kPlacement: lay
 struct ArgInfo {
   bool is_written = false;
   bool is_out = false;
-  bool is_liftable = false;         // a Scalar, a float, a list of them, or a tensor (for 0-dim CPU tensors)
-  bool is_structural = false;       // every value changes meaning
-  std::vector<double> structural;   // these values do
+  bool is_liftable = false;        // a Scalar, a float, a list of them, or a tensor (for 0-dim CPU tensors)
+  bool is_structural = false;      // every value changes meaning
+  std::vector<double> structural;  // these values do
   ArgRole role = ArgRole::kPlain;
 };
 
@@ -110,13 +110,13 @@ struct Node {
   std::vector<ArgKey> args;
   std::vector<ReturnMeta> returns;
   std::vector<WriteMeta> writes;
-  int32_t next_value = 0;       // values made up to here
-  int32_t depth = 0;            // ops up to here
-  int64_t bytes = 0;            // bytes produced up to here
+  int32_t next_value = 0;  // values made up to here
+  int32_t depth = 0;       // ops up to here
+  int64_t bytes = 0;       // bytes produced up to here
   uint64_t rng_increment = 0;
-  std::string line;             // where the op was first recorded
+  std::string line;  // where the op was first recorded
   std::vector<std::unique_ptr<Node>> children;
-  Node* last = nullptr;         // the child taken last time
+  Node* last = nullptr;                      // the child taken last time
   std::vector<std::shared_ptr<Plan>> plans;  // programs that end here, by live set and donation
   std::vector<uint8_t> donation;             // inputs free at every visit so far
   int donation_shrinks = 0;
