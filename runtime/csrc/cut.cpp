@@ -76,14 +76,17 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
   Node& node = *r.at;
   // A build that failed is forgotten: who needs the program again builds it again.
   std::erase_if(node.plans, [](const auto& known) { return known->state == Plan::kFailed; });
+  std::vector<const Base*> inputs;
+  for (const auto& input : r.inputs) inputs.push_back(input->base);
   for (auto& plan : node.plans) {
-    if (plan->outputs == live && is_mask_subset(plan->donated, free)) return plan;
+    if (plan->outputs == live && plan->inputs == inputs && is_mask_subset(plan->donated, free)) return plan;
   }
   auto bases = bases_of(&node, live);
   int64_t live_bytes = total_bytes(bases);
   std::shared_ptr<Plan> best;
   for (auto& plan : node.plans) {
-    if (is_usable(*plan, live, free, live_bytes) && (!best || plan->output_bytes < best->output_bytes)) best = plan;
+    bool fits = plan->inputs == inputs && is_usable(*plan, live, free, live_bytes);
+    if (fits && (!best || plan->output_bytes < best->output_bytes)) best = plan;
   }
   if (best) return best;
   auto plan = std::make_shared<Plan>();
@@ -100,7 +103,7 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
   }
   plan->output_bytes = total_bytes(bases_of(&node, plan->outputs));
   plan->donated = agree_on_donation(node, free);
-  for (const auto& input : r.inputs) plan->inputs.push_back(input->base);
+  plan->inputs = std::move(inputs);
   plan->device = r.device;
   plan->line = line;
   node.plans.push_back(plan);
@@ -128,6 +131,12 @@ void replace_trie(Recorder& r) {
   r.trie = std::make_shared<Trie>();
 }
 
+// Inputs above `count` belong to calls that came to nothing.
+void drop_inputs(Recorder& r, size_t count) {
+  for (size_t i = count; i < r.inputs.size(); i++) r.inputs[i]->regions--;
+  r.inputs.resize(count);
+}
+
 void start_region(Recorder& r) {
   if (r.trie->nodes > limits.max_nodes) replace_trie(r);
   r.at = &r.trie->root;
@@ -144,6 +153,10 @@ void start_region(Recorder& r) {
 
 WorkRef cut_locked(Recorder& r, const char* reason, std::string line) {
   if (r.is_empty()) {
+    if (!r.inputs.empty()) {
+      drop_inputs(r, 0);
+      start_region(r);
+    }
     r.boundary = nullptr;
     return nullptr;
   }
@@ -151,6 +164,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line) {
   for (int32_t value = 0; value < r.at->next_value; value++) {
     if (r.live[value]) live.push_back(value);
   }
+  drop_inputs(r, r.at->next_input);
   std::vector<uint8_t> free;
   for (const auto& input : r.inputs) free.push_back(input->holders == 0 && input->regions == 1);
   auto work = std::make_shared<Work>();

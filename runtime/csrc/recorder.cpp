@@ -379,6 +379,12 @@ bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* for
   int32_t next_value = r.at->next_value;
   add_returns(*node, info, inferred.results, &next_value);
   add_writes(*node, info, args, inferred, &next_value);
+  node->next_input = r.at->next_input;
+  for (const auto& key : node->args) {
+    for (const auto& t : key.tensors) {
+      if (t.value < 0 && t.value != kNoValue) node->next_input = std::max(node->next_input, ~t.value + 1);
+    }
+  }
   node->next_value = next_value;
   node->depth = r.at->depth + 1;
   node->bytes = r.at->bytes + bytes_made(*node);
