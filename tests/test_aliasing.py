@@ -1,0 +1,125 @@
+"""In: random programs of views, writes, reads and deaths. Out: geometry, versions, values and errors equal the CPU's.
+
+Under the reference engine a difference is the recorder's; under XLA it may be the lowering's too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import aliasing_steps
+import pytest
+from aliasing_programs import DTYPES, SHAPES, Program, Step, World, actions
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference_engine import reference_engine
+
+from torchtpu import config
+
+THREADS = 4
+
+# What the CPU warns of (resized outputs, complex to real) is not the subject here.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+
+def programs(length: int) -> st.SearchStrategy[list[Step]]:
+    """Two new tensors, then up to `length` steps."""
+    number = st.integers(0, 2**16 - 1)
+    makes = [actions().index(a) for a in (aliasing_steps.make, aliasing_steps.make_on_device)]
+    make = st.builds(Step, st.sampled_from(makes), number, number, number)
+    step = st.builds(Step, st.integers(0, len(actions()) - 1), number, number, number)
+    return st.tuples(make, make, st.lists(step, min_size=length // 2, max_size=length)).map(lambda p: [*p[:2], *p[2]])
+
+
+@contextlib.contextmanager
+def engine_of(name: str) -> Iterator[None]:
+    with reference_engine() if name == "reference" else contextlib.nullcontext():
+        yield
+
+
+def run_in_one_thread(count: int, length: int, mixes_kinds: bool) -> None:
+    def one(steps: list[Step]) -> None:
+        Program(mixes_kinds=mixes_kinds).run(steps)
+
+    repeat(count, programs(length), one)
+
+
+def run_in_threads(count: int, length: int, mixes_kinds: bool) -> None:
+    """Each thread runs its own program, on its own tensors and on some that all of them read."""
+
+    def one(many: list[list[Step]]) -> None:
+        shared = World("cpu"), World("tpu")
+        for world in shared:
+            world.tensors = [world.make(dtype, shape) for dtype, shape in zip(DTYPES[1:4], SHAPES, strict=False)]
+            world.tensors += [world.tensors[0] + 1, world.tensors[0].t()]
+        failures: list[BaseException] = []
+        start = threading.Barrier(THREADS)
+
+        def work(steps: list[Step]) -> None:
+            try:
+                start.wait()
+                Program(shared, mixes_kinds=mixes_kinds).run(steps)
+            except BaseException as failure:
+                failures.append(failure)
+
+        threads = [threading.Thread(target=work, args=(steps,)) for steps in many]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        repeat(max(1, count // THREADS), st.lists(programs(length), min_size=THREADS, max_size=THREADS), one)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def repeat(count: int, strategy: st.SearchStrategy[object], one: Callable[..., None]) -> None:
+    @settings(
+        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(strategy)
+    def example(drawn: object) -> None:
+        one(drawn)
+
+    example()
+
+
+MODES = ("deferred", "sync", "threads")
+
+
+def run_programs(engine: str, mode: str, count: int, length: int) -> None:
+    with engine_of(engine), config.using(fallback="silent", sync=mode == "sync"):
+        run = run_in_threads if mode == "threads" else run_in_one_thread
+        run(count, length, engine == "reference")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_recorder_does_what_the_cpu_does(mode: str) -> None:
+    run_programs("reference", mode, 500, 14)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_programs_do_what_the_cpu_does(mode: str) -> None:
+    run_programs("xla", mode, 40, 8)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_recorder_does_what_the_cpu_does_in_many_programs(mode: str) -> None:
+    run_programs("reference", mode, 20_000, 20)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_programs_do_what_the_cpu_does_in_many_programs(mode: str) -> None:
+    run_programs("xla", mode, 500, 14)
