@@ -284,4 +284,3 @@ def _plain(raised: Raised) -> str:
     text = raised.text.split("\nException raised from")[0].replace("tpu:0", "cpu")
     # as PyTorch names a type of PrivateUse1
     return re.sub(r"(?:torch\.(\w+)Tensor|CPU(\w+)Type)\{", r"tpu\1\2Type{", text)
-

@@ -199,6 +199,19 @@ def test_a_failed_call_leaves_the_region_as_it_was(engine: ReferenceEngine) -> N
     assert len(engine.programs[-1].inputs) == 1
 
 
+def test_a_list_op_that_fails_leaves_the_region_as_it_was(engine: ReferenceEngine) -> None:
+    """Its arguments had got numbers as inputs when the CPU refused them."""
+    for i in range(4):
+        x, y = torch.zeros(3, dtype=torch.bool, device="tpu"), torch.ones(2, device="tpu")
+        torch.tpu.synchronize()
+        z = torch.empty(2, device="tpu").fill_(1.0)
+        if i % 2:
+            with pytest.raises(RuntimeError, match="can't be cast"):
+                torch._foreach_mul_([y, x], [2, 3])
+        assert z.tolist() == [1, 1]
+        assert y.tolist() == [1 + i % 2] * 2  # as on the CPU: what came before the error is done
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -333,6 +346,28 @@ def test_lazily_conjugated_and_negated_tensors_have_their_values(
     for _ in range(2):
         same(run)
     assert not metrics.snapshot()["cpu_fallbacks"]
+
+
+def test_copies_into_negated_tensors_convert_before_they_negate(engine: ReferenceEngine) -> None:
+    def run(device: str) -> list[object]:
+        x = torch.zeros(2, device=device)
+        x._neg_view().copy_(torch.tensor([True, False], device=device))
+        y = torch.zeros(2, device=device)
+        y._neg_view().copy_(torch.tensor([1, 3], dtype=torch.uint8, device=device))
+        return [x.tolist(), y.tolist()]
+
+    same(run)
+
+
+def test_set_with_the_same_sizes_keeps_strides_and_storage(engine: ReferenceEngine) -> None:
+    def run(device: str) -> list[object]:
+        x = torch.arange(6.0, device=device).view(2, 3)
+        y = x[:, :2]
+        y.set_(x.untyped_storage(), 1, (2, 2))
+        z = torch.zeros(2, device=device).set_(x.untyped_storage(), 1, (2, 2))
+        return [y.stride(), y.tolist(), z.stride(), z.tolist(), x.untyped_storage().nbytes()]
+
+    same(run)
 
 
 def test_tied_weights_stay_tied(engine: ReferenceEngine) -> None:
