@@ -18,6 +18,8 @@ import torch
 import torch.cuda.nvtx
 from torch.utils._device import _device_constructors
 
+from torchtpu import lightning_names
+
 _device = torch.device
 _TENSOR_METHODS = ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "type")
 _MODULE_METHODS = ("to", "to_empty")
@@ -57,6 +59,7 @@ def install() -> Counter[str]:
     torch.nn.Module.cuda = cuda  # type: ignore[method-assign]
     torch.Tensor.is_cuda = property(lambda self: self.device.type in ("cuda", "tpu"))  # type: ignore[assignment]
     _map_module(mapped, swap)
+    lightning_names.install(mapped)
     return mapped
 
 
