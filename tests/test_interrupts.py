@@ -44,7 +44,7 @@ def test_ctrl_c_ends_a_wait_and_the_value_can_be_read_later() -> None:
     print(y.tolist())
     slow(0)
     z = torch.eye(800, device="tpu") * 0.5
-    for _ in range(60):
+    for _ in range(400):  # seconds, whatever the machine
         z = z @ z
     launches = startup.engine().counters.launches
     _C.cut('test')
