@@ -24,6 +24,7 @@ def lowerings() -> Iterator[dict[str, object]]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", lowering_check.DTYPES, ids=str)
 def test_lowerings_compute_what_the_cpu_computes(dtype: torch.dtype, lowerings: dict[str, object]) -> None:
     check = lowering_check.Check(set(lowerings), per_op=2, in_all=2 if dtype == torch.float32 else 1)
