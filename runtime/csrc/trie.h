@@ -111,7 +111,7 @@ struct Node {
   std::vector<ReturnMeta> returns;
   std::vector<WriteMeta> writes;
   int32_t next_value = 0;  // values made up to here
-  int32_t next_input = 0;       // inputs numbered up to here; more, at a cut, are of calls that came to nothing
+  int32_t next_input = 0;  // inputs numbered up to here; more, at a cut, are of calls that came to nothing
   int32_t depth = 0;       // ops up to here
   int64_t bytes = 0;       // bytes produced up to here
   uint64_t rng_increment = 0;
