@@ -90,6 +90,11 @@ def write(base: Base, view: View, *, is_fresh: bool = False, is_flat: bool = Fal
     """
     lines = Lines()
     new = Value(_NEW, view.sizes, view.dtype)
+    if any(size > 1 and stride == 0 for size, stride in zip(view.sizes, view.strides, strict=True)):
+        # An op that may write an expanded view gives all its copies of an element one value.
+        sizes = tuple(1 if t == 0 and n > 1 else n for n, t in zip(view.sizes, view.strides, strict=True))
+        new = lines.slice(new, [0] * len(sizes), sizes, [1] * len(sizes))
+        view = view._replace(sizes=sizes)
     is_covered = covers(base, view)
     is_empty = 0 in view.sizes
     needs_zeros = is_fresh and (is_empty or not is_covered)

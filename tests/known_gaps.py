@@ -25,5 +25,5 @@ KNOWN_GAPS: dict[torch.dtype, dict[str, str]] = {
         "_native_batch_norm_legit_no_training": _SAVED_STATISTICS,
         "linalg_matrix_exp": "jax.scipy.linalg.expm takes no bfloat16",
     },
-    torch.complex64: {"uniform_": "the random op has no complex form"},
+    torch.complex64: {"uniform": "the random op has no complex form"},
 }

@@ -675,3 +675,13 @@ def test_a_factorization_from_disk_finds_lapack_in_a_fresh_process(tmp_path: Any
 def test_an_empty_result_of_several_dimensions_is_returned() -> None:
     parts = torch.split_with_sizes_copy(torch.ones(3, 5).to("tpu"), [0, 5], 1)
     assert [tuple(p.cpu().shape) for p in parts] == [(3, 0), (3, 5)]
+
+
+def test_a_fill_of_an_expanded_view_writes_each_element_once() -> None:
+    x = torch.zeros(3, 1).to("tpu")
+    x.expand(3, 4).fill_(2.5)
+    y = torch.zeros(2, 3).to("tpu")
+    y[0].expand(5, 3).zero_().add(1)
+    y[1:].expand(4, 3).fill_(1)
+    assert x.cpu().tolist() == [[2.5]] * 3
+    assert y.cpu().tolist() == [[0.0] * 3, [1.0] * 3]
