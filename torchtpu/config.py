@@ -65,7 +65,6 @@ KNOBS: Mapping[str, Knob] = {
         Knob("cache_max_bytes", 10 << 30, "bytes", "above this the cache drops what was used longest ago", True),
         Knob("cache_trusted_dirs", "", str, "more cache directories to read, separated by colons", True),
         Knob("num_compile_threads", 0, int, "threads that compile; 0: one per two cores", True),
-        Knob("assert", False, bool, "check this library's own invariants as it runs (slow)"),
     )
 }
 
