@@ -17,6 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchtpu import config, fallback
+from torchtpu.ops import counts
 from torchtpu.runtime import _C
 from torchtpu.runtime.counters import Counters
 
@@ -174,6 +175,7 @@ def start() -> None:
     _C.set_device_count(_count_devices())
     config.on_change(_apply)
     _lazy.served = _C.register_ops(_ops())
+    counts.install()
     _C.set_engine(_lazy)
     register_optimizer_step_post_hook(_mark_step)
     # Backward runs in the thread that calls it: 10 % faster, and one recorder sees the whole step.

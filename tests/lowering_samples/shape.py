@@ -28,7 +28,6 @@ def samples(dtype):
         "cat",
         lambda: (aten.cat([x, x[0, 0, :0]], 1), aten.cat([x, x.to(torch.float32)], -1), aten.cat([x[0, 0, :0]])),
     )
-    yield "repeat_interleave", lambda: aten.repeat_interleave.Tensor(torch.tensor([2, 0, 3]), output_size=5)
     yield "block", lambda: (aten.roll(x, [1, -2], [0, 2]), aten.roll(x, [7]), aten.rot90(x, -1, [2, 0]))
     yield (
         "slice_backward",

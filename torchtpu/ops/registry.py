@@ -83,6 +83,7 @@ Register = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 LOWERINGS: dict[str, Lowering] = {}
 PLATFORM_LOWERINGS: dict[tuple[str, str], Lowering] = {}
+COUNTED: dict[str, Callable[..., Any]] = {}
 
 
 def lowering(*names: str, platform: str | None = None, **facts: Any) -> Register:
@@ -103,6 +104,22 @@ def lowering(*names: str, platform: str | None = None, **facts: Any) -> Register
                 LOWERINGS[name] = entry
             else:
                 PLATFORM_LOWERINGS[name, platform] = entry
+        return function
+
+    return register
+
+
+def counted(*names: str) -> Register:
+    """Registers the decorated function as the kernel of ATen ops whose results have shapes that depend on data.
+
+    It gets the op's arguments as torch tensors on the device, calls other ops of the device, and reads the counts it
+    needs with `counts.read`.  An out= variant follows from the functional op.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            assert name not in COUNTED, f"two kernels of {name}"
+            COUNTED[name] = function
         return function
 
     return register

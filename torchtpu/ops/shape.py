@@ -43,15 +43,6 @@ def repeat(x, repeats):
     return jnp.tile(x, repeats)
 
 
-@lowering("repeat_interleave.Tensor")
-def repeat_interleave(repeats, *, output_size=None, ctx):
-    size = ctx.results[0][0][0]
-    ctx.check(repeats >= 0, "repeats can not be negative", RuntimeError)
-    ctx.check(jnp.sum(repeats) == size, "allocated size does not match required size", RuntimeError)
-    position = jnp.arange(repeats.shape[0], dtype=repeats.dtype)
-    return jnp.repeat(position, repeats, total_repeat_length=size) if repeats.size else jnp.zeros(size, repeats.dtype)
-
-
 @lowering("flip")
 def flip(x, dims):
     return jnp.flip(x, tuple(dims)) if x.ndim else x
