@@ -128,7 +128,7 @@ bool follows_itself(const OpInfo& info, const IValue* args) {
 // ---- calls in parts
 
 // Each lazy argument takes part as a plain tensor, which is copied back where it was written.
-void run_on_plain(const RecordKernel& kernel, const c10::OperatorHandle& op, Stack* stack) {
+void run_on_plain(const RecordKernel& kernel, Stack* stack) {
   const OpInfo& info = kernel.info;
   size_t given = info.args.size();
   Stack args(stack->end() - static_cast<std::ptrdiff_t>(given), stack->end());
@@ -139,7 +139,7 @@ void run_on_plain(const RecordKernel& kernel, const c10::OperatorHandle& op, Sta
     }
   }
   Stack results = plain;
-  kernel(op, {}, &results);
+  kernel.call(&results);
   for (size_t i = 0; i < given; i++) {
     if (info.args[i].is_written && args[i].isTensor() && args[i].toTensor().defined() && is_lazy(args[i].toTensor())) {
       args[i].toTensor().copy_(plain[i].toTensor());
@@ -173,19 +173,19 @@ bool prepare_args(const OpInfo& info, c10::DeviceIndex device, Stack* stack) {
   return define_written(info, args) || changed;
 }
 
-bool run_in_parts(const RecordKernel& kernel, const c10::OperatorHandle& op, Stack* stack) {
+bool run_in_parts(const RecordKernel& kernel, Stack* stack) {
   const OpInfo& info = kernel.info;
   const IValue* args = stack->data() + stack->size() - info.args.size();
   for (size_t i = 0; i < info.args.size(); i++) {
     if (info.args[i].is_written && args[i].isTensor() && args[i].toTensor().defined() && is_lazy(args[i].toTensor())) {
-      run_on_plain(kernel, op, stack);
+      run_on_plain(kernel, stack);
       return true;
     }
   }
   if (!info.is_foreach || info.return_alias.size() > 0) return false;
   // An in-place list op that fails halfway has changed the tensors before.
-  if (!follows_itself(info, args) && !is_refused_by_cpu(info, op, args)) return false;
-  op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+  if (!follows_itself(info, args) && !is_refused_by_cpu(info, info.handle, args)) return false;
+  info.handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
   return true;
 }
 

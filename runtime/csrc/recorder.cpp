@@ -169,10 +169,10 @@ at::Tensor apply_result(Recorder& r, const TensorMeta& m) {
   return t;
 }
 
-IValue apply_return(Recorder& r, const ReturnMeta& ret, const IValue& aliased) {
+IValue apply_return(Recorder& r, const ReturnMeta& ret) {
   switch (ret.kind) {
     case ReturnMeta::kAlias:
-      return aliased;
+      break;
     case ReturnMeta::kTensor:
       return apply_result(r, ret.tensors[0]);
     case ReturnMeta::kList: {
@@ -187,9 +187,6 @@ IValue apply_return(Recorder& r, const ReturnMeta& ret, const IValue& aliased) {
   return {};
 }
 
-// Results are collected beside the stack: a dying argument takes state_lock, so the arguments outlive it.
-using Results = c10::SmallVector<IValue, 4>;
-
 void apply(Recorder& r, Node& node, const IValue* args, Results& results) {
   if (static_cast<int32_t>(r.live.size()) < node.next_value) r.live.resize(node.next_value + 64, nullptr);
   for (const auto& w : node.writes) {
@@ -201,10 +198,7 @@ void apply(Recorder& r, Node& node, const IValue* args, Results& results) {
       if (node.info->is_foreach && !t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
     }
   }
-  for (size_t i = 0; i < node.returns.size(); i++) {
-    int alias = node.info->return_alias[i];
-    results.push_back(apply_return(r, node.returns[i], alias >= 0 ? args[alias] : IValue()));
-  }
+  for (const auto& ret : node.returns) results.push_back(apply_return(r, ret));
 }
 
 // ---- finding the node
@@ -419,8 +413,8 @@ c10::DeviceIndex find_device(const OpInfo& info, const IValue* args) {
 }
 
 // The node for this call, made where the op stream is new; false where the op cannot be recorded.
-bool learn(Recorder& r, const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
-  std::optional<Inferred> inferred = infer(info, op, args);
+bool learn(Recorder& r, const OpInfo& info, const IValue* args) {
+  std::optional<Inferred> inferred = infer(info, info.handle, args);
   if (!inferred) return false;
   if (info.may_resize) grow_outputs(info, args, inferred->args);
   std::string line = current_line();
@@ -430,93 +424,94 @@ bool learn(Recorder& r, const OpInfo& info, const c10::OperatorHandle& op, const
   return found.node || insert(r, info, args, found.fork, *inferred, std::move(line));
 }
 
-// A call that is not recorded leaves no trace: the inputs that its arguments have become are forgotten.
-class NewInputs {
- public:
-  // `known` inputs were there before the call was first looked at.
-  NewInputs(Recorder& r, const IValue* args, size_t given, size_t known)
-      : r_(r), args_(args, args + given), at_(r.at), known_(known), epoch_(r.epoch) {}
-  void keep() { is_kept_ = true; }
-  ~NewInputs() {
-    if (is_kept_) return;
-    StateGuard guard(state_lock);
-    if (r_.epoch != epoch_ || r_.at != at_ || r_.inputs.size() == known_) return;
-    for (const IValue& v : args_) {
-      if (v.isTensor()) forget(v.toTensor());
-      if (!v.isList()) continue;
-      for (const IValue& e : v.toListRef()) {
-        if (e.isTensor()) forget(e.toTensor());
-      }
-    }
-    for (size_t i = known_; i < r_.inputs.size(); i++) r_.inputs[i]->regions--;
-    r_.inputs.resize(known_);
-  }
-
- private:
-  void forget(const at::Tensor& t) {
+// A call that is not recorded leaves no trace: the inputs above `known` that its arguments have become are forgotten.
+// Under state_lock.
+void forget_new_inputs(Recorder& r, const OpInfo& info, const IValue* args, size_t known) {
+  auto forget = [&](const at::Tensor& t) {
     if (!t.defined() || !is_tpu(t) || !t.unsafeGetTensorImpl()->has_storage()) return;
     auto* impl = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     if (is_foreign(impl)) return;
     auto* s = static_cast<TpuStorage*>(impl);
-    if (s->epoch == epoch_ && s->value != kNoValue && s->value < 0 && static_cast<size_t>(~s->value) >= known_) {
+    if (s->epoch == r.epoch && s->value != kNoValue && s->value < 0 && static_cast<size_t>(~s->value) >= known) {
       forget_value(s);
     }
+  };
+  if (r.inputs.size() == known) return;
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (args[i].isTensor()) forget(args[i].toTensor());
+    if (!args[i].isList()) continue;
+    for (const IValue& e : args[i].toListRef()) {
+      if (e.isTensor()) forget(e.toTensor());
+    }
   }
-
-  Recorder& r_;
-  std::vector<IValue> args_;
-  Node* at_;
-  size_t known_;
-  uint64_t epoch_;
-  bool is_kept_ = false;
-};
+  for (size_t i = known; i < r.inputs.size(); i++) r.inputs[i]->regions--;
+  r.inputs.resize(known);
+}
 
 // Records a call that no node matches yet; false where it cannot be recorded.
-bool learn_here(Recorder& r, const OpInfo& info, const c10::OperatorHandle& op, Stack* stack, size_t known) {
-  const IValue* args = stack->data() + stack->size() - info.args.size();
-  NewInputs inputs(r, args, info.args.size(), known);
-  bool is_learned = learn(r, info, op, args);
-  if (is_learned) inputs.keep();
-  return is_learned;
+bool learn_cleanly(Recorder& r, const OpInfo& info, const IValue* args) {
+  const Node* at = r.at;
+  uint64_t epoch = r.epoch;
+  size_t known = r.inputs.size();
+  auto undo = [&] {
+    StateGuard guard(state_lock);
+    if (r.epoch == epoch && r.at == at) forget_new_inputs(r, info, args, known);
+  };
+  try {
+    if (learn(r, info, args)) return true;
+  } catch (...) {
+    undo();
+    throw;
+  }
+  undo();
+  return false;
 }
 
 }  // namespace
 
-void RecordKernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) const {
-  size_t given = info.args.size();
-  c10::DeviceIndex device = find_device(info, stack->data() + stack->size() - given);
+bool RecordKernel::hit(const IValue* args, Results& results, bool is_retry) const {
+  c10::DeviceIndex device = find_device(info, args);
   Recorder& r = recorder_for(device);
   if (C10_UNLIKELY(r.boundary != nullptr)) cut(r, r.boundary);
+  const char* due = nullptr;
+  {
+    StateGuard guard(state_lock);
+    size_t known = r.inputs.size();
+    if (C10_UNLIKELY(!try_hit(r, info, args, is_retry, results))) {
+      forget_new_inputs(r, info, args, known);
+      return false;
+    }
+    if (r.at->depth >= limits.max_ops) due = "max_ops";
+    if (r.at->bytes >= limits.max_bytes) due = "max_bytes";
+  }
+  if (C10_UNLIKELY(due != nullptr)) cut(r, due);
+  if (C10_UNLIKELY(sync_mode)) synchronize(device);
+  return true;
+}
+
+void RecordKernel::call(Stack* stack) const {
+  size_t given = info.args.size();
   Results results;
   for (bool is_prepared = false, is_retry = false;;) {
-    bool is_hit;
-    size_t known;
-    const char* due = nullptr;
-    {
-      StateGuard guard(state_lock);
-      known = r.inputs.size();
-      is_hit = try_hit(r, info, stack->data() + stack->size() - given, is_retry, results);
-      if (is_hit && r.at->depth >= limits.max_ops) due = "max_ops";
-      if (is_hit && r.at->bytes >= limits.max_bytes) due = "max_bytes";
-    }
-    if (C10_LIKELY(is_hit)) {
-      torch::jit::drop(*stack, given);
-      for (auto& result : results) stack->push_back(std::move(result));
-      if (C10_UNLIKELY(due != nullptr)) cut(r, due);
-      if (C10_UNLIKELY(sync_mode)) synchronize(device);
-      return;
-    }
+    const IValue* args = stack->data() + stack->size() - given;
+    if (C10_LIKELY(hit(args, results, is_retry))) break;
+    c10::DeviceIndex device = find_device(info, args);
     if (!is_prepared) {
       is_prepared = true;
-      if (run_in_parts(*this, op, stack)) return;
+      if (run_in_parts(*this, stack)) return;
       if (prepare_args(info, device, stack)) continue;
     }
-    if (!learn_here(r, info, op, stack, known)) {
-      run_on_cpu(op, stack);
+    if (!learn_cleanly(recorder_for(device), info, stack->data() + stack->size() - given)) {
+      run_on_cpu(info.handle, stack);
       return;
     }
     is_retry = true;
   }
+  for (size_t i = 0; i < results.size(); i++) {
+    if (info.return_alias[i] >= 0) results[i] = (*stack)[stack->size() - given + info.return_alias[i]];
+  }
+  torch::jit::drop(*stack, given);
+  for (auto& result : results) stack->push_back(std::move(result));
 }
 
 }  // namespace torchtpu

@@ -83,9 +83,16 @@ struct Counters {  // under state_lock
 };
 extern Counters counters;
 
-struct RecordKernel final : c10::OperatorKernel {
+// A call's results, with None where a result is one of its arguments.  They are collected beside the stack: a dying
+// argument takes state_lock, so the arguments outlive it.
+using Results = c10::SmallVector<IValue, 4>;
+
+struct RecordKernel {
   RecordKernel(const c10::OperatorHandle& handle, const OpFacts& facts) : info(handle, facts) {}
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const;
+  // Any call: takes its arguments from the stack and leaves its results there.
+  void call(Stack* stack) const;
+  // A call that follows a known op stream; false, and nothing done, where it does not.
+  bool hit(const IValue* args, Results& results, bool is_retry = false) const;
   const OpInfo info;
 };
 // Registers the recorder for each op and for its in-place and out= variants; returns variant -> functional name.
@@ -98,7 +105,7 @@ void record_copy(const at::Tensor& dst, const at::Tensor& src);
 bool prepare_args(const OpInfo& info, c10::DeviceIndex device, Stack* stack);
 // Serves a call that cannot be one node: a write into a lazy tensor, a list whose writes overlap.  False: it can be
 // one.
-bool run_in_parts(const RecordKernel& kernel, const c10::OperatorHandle& op, Stack* stack);
+bool run_in_parts(const RecordKernel& kernel, Stack* stack);
 // Before a recorded write grows the storage of a view that does not begin it, its other bytes move to a larger one.
 void grow_outputs(const OpInfo& info, const IValue* args, const Stack& after);
 // A flat tensor over all of a storage's bytes; its dtype is the base's where that fits.

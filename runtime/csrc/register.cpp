@@ -2,13 +2,13 @@
 
 #include <torch/library.h>
 
-#include "recorder.h"
+#include "unboxed.h"
 
 namespace torchtpu {
 
 namespace {
 
-std::unordered_map<std::string, RecordKernel*>* kernels = new std::unordered_map<std::string, RecordKernel*>();
+auto* kernels = new std::unordered_map<std::string, const RecordKernel*>();
 
 std::string argument_types(const c10::FunctionSchema& schema) {
   std::string text;
@@ -70,6 +70,24 @@ std::vector<c10::OperatorHandle> variants_of(const c10::OperatorHandle& handle, 
   return found;
 }
 
+struct Boxed final : c10::OperatorKernel {
+  explicit Boxed(const RecordKernel& kernel) : kernel(kernel) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack* stack) const { kernel.call(stack); }
+  const RecordKernel& kernel;
+};
+
+void install(const RecordKernel& kernel, torch::Library& library) {
+  if (auto unboxed = unboxed_kernel(&kernel)) {
+    static auto* handles = new std::vector<c10::RegistrationHandleRAII>();
+    handles->push_back(c10::Dispatcher::singleton().registerImpl(
+        kernel.info.handle.operator_name(), c10::DispatchKey::PrivateUse1, std::move(unboxed->function),
+        unboxed->signature, nullptr, "torchtpu"));
+    return;
+  }
+  library.impl(kernel.info.name.c_str(), torch::CppFunction::makeFromBoxedKernel(
+                                             c10::BoxedKernel::makeFromFunctor(std::make_unique<Boxed>(kernel))));
+}
+
 }  // namespace
 
 std::unordered_map<std::string, std::string> register_ops(const std::vector<std::pair<std::string, OpFacts>>& table) {
@@ -92,22 +110,18 @@ std::unordered_map<std::string, std::string> register_ops(const std::vector<std:
           (variant_name != name && (is_listed.count(variant_name) || !may_register(variant))))
         continue;
       served[variant_name] = name;
-      (*kernels)[variant_name] = kernel.get();
-      if (is_native(variant_name)) {
-        kernel.release();
-        continue;
-      }
-      library->impl(variant_name.c_str(),
-                    torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::move(kernel))));
+      const RecordKernel* known = kernel.release();  // lives as long as the dispatcher
+      (*kernels)[variant_name] = known;
+      if (!is_native(variant_name)) install(*known, *library);
     }
   }
   return served;
 }
 
 void record_copy(const at::Tensor& dst, const at::Tensor& src) {
-  static RecordKernel* kernel = kernels->at("copy_");
-  Stack stack{dst, src, false};
-  (*kernel)(kernel->info.handle, {}, &stack);
+  static const RecordKernel* kernel = kernels->at("copy_");
+  Results results;
+  record(*kernel, results, dst, src, false);
 }
 
 }  // namespace torchtpu
