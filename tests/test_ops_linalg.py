@@ -89,18 +89,6 @@ def test_lu_without_pivots_multiplies_back(shape: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["_linalg_det", "_linalg_slogdet"])
-def test_lu_of_a_determinant_is_pytorchs_or_refused(name: str) -> None:
-    a = torch.randn(3, 4, 4, dtype=torch.float64)
-    want = getattr(torch.ops.aten, name)(a)
-    for ours, theirs in zip(lower(name, a), want, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    infer = LOWERINGS[name].infer
-    assert infer is not None
-    with pytest.raises(NotImplementedError):
-        infer(a.to("meta").mT)
-
-
 def test_lstsq_solves_full_and_deficient_systems() -> None:
     for m, n in ((6, 3), (3, 6)):
         a, b = torch.randn(2, m, n, dtype=torch.float64), torch.randn(2, m, 2, dtype=torch.float64)

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchtpu import config, fallback
-from torchtpu.ops import counts
+from torchtpu.ops import composed
 from torchtpu.runtime import _C
 from torchtpu.runtime.counters import Counters
 
@@ -68,9 +68,9 @@ class LazyEngine:
             self._engine.close()
 
     def infer(self, name: str, args: Any) -> Any:
-        from torchtpu.ops.registry import LOWERINGS
+        from torchtpu.ops.registry import find
 
-        infer = LOWERINGS[self.served.get(name, name)].infer
+        infer = find(self.served.get(name, name)).infer
         assert infer is not None, f"{name} has no shape inference"
         return infer(*args)
 
@@ -175,7 +175,7 @@ def start() -> None:
     _C.set_device_count(_count_devices())
     config.on_change(_apply)
     _lazy.served = _C.register_ops(_ops())
-    counts.install()
+    composed.install()
     _C.set_engine(_lazy)
     register_optimizer_step_post_hook(_mark_step)
     # Backward runs in the thread that calls it: 10 % faster, and one recorder sees the whole step.
@@ -199,7 +199,9 @@ def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool]
     from torchtpu import ops
 
     ops.load()
-    table = {**{name: entry for (name, _), entry in ops.PLATFORM_LOWERINGS.items()}, **ops.LOWERINGS}
+    where = {"gpu": "cuda"}.get(platform(), platform())
+    only = {name: entry for (name, place), entry in ops.PLATFORM_LOWERINGS.items() if place == where}
+    table = {**only, **ops.LOWERINGS}
     return [
         (name, dict(entry.structural), entry.lifts, entry.random, entry.mutates, entry.infer is not None)
         for name, entry in table.items()

@@ -1,4 +1,4 @@
-"""The ops: in come the files of this folder, out go the tables of lowerings and counted ops they register.
+"""The ops: in come the files of this folder, out go the tables of lowerings and composed ops they register.
 
 `load()` imports every file; none of them imports jax, so that this costs milliseconds.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from torchtpu.ops.registry import COUNTED, LOWERINGS, PLATFORM_LOWERINGS, Context
+from torchtpu.ops.registry import COMPOSED, LOWERINGS, PLATFORM_LOWERINGS, Context
 
-__all__ = ["COUNTED", "LOWERINGS", "PLATFORM_LOWERINGS", "Context", "load"]
+__all__ = ["COMPOSED", "LOWERINGS", "PLATFORM_LOWERINGS", "Context", "load"]
 
 
 def load() -> None:

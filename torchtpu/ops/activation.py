@@ -138,9 +138,21 @@ def silu(self):
     return self * lax.logistic(self)
 
 
+@pointwise("silu_backward")
+def silu_backward(grad_output, self):
+    open_ = lax.logistic(self)
+    return grad_output * (open_ * (1 + self * (1 - open_)))
+
+
 @pointwise("mish")
 def mish(self):
     return self * jnp.tanh(jax.nn.softplus(self))
+
+
+@pointwise("mish_backward")
+def mish_backward(grad_output, self):
+    bounded = jnp.tanh(jax.nn.softplus(self))
+    return grad_output * (bounded + self * lax.logistic(self) * (1 - bounded * bounded))
 
 
 @pointwise("gelu")
@@ -192,3 +204,9 @@ def glu_jvp(glu, x, dx, dim):
     d_value, d_gate = jnp.split(opmath(dx), 2, axis=dim)
     open_ = lax.logistic(gate)
     return d_value * open_ + opmath(glu) * (1 - open_) * d_gate
+
+
+@lowering("glu_backward_jvp", infer=lambda grad_x, *_: grad_x.clone())
+def glu_backward_jvp(grad_x, grad_glu, x, dgrad_glu, dx, dim):
+    point, direction = (opmath(grad_glu), opmath(x)), (opmath(dgrad_glu), opmath(dx))
+    return jax.jvp(lambda grad, x: glu_backward(grad, x, dim), point, direction)[1]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtpu.ops.counts import raise_as_cpu, read, size_for
-from torchtpu.ops.registry import counted
+from torchtpu.ops.composed import raise_as_cpu
+from torchtpu.ops.counts import read, size_for
+from torchtpu.ops.registry import composed
 
 aten: Any = torch.ops.aten
 
@@ -39,7 +40,7 @@ def _rows_at(rows: Tensor, at: Tensor, total: Tensor) -> Tensor:
 # Positions of ones
 
 
-@counted("nonzero")
+@composed("nonzero")
 def nonzero(self: Tensor) -> Tensor:
     ndim = self.dim()
     total = torch.count_nonzero(self)
@@ -62,7 +63,7 @@ def _divided(place: Tensor, total: Tensor, most: int, size: int) -> tuple[Tensor
     return group, (place - group * total).clamp(max=size - 1)
 
 
-@counted("masked_select")
+@composed("masked_select")
 def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         raise RuntimeError("masked_select: expected BoolTensor for mask")
@@ -76,7 +77,7 @@ def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     return _at_mask(x.reshape(-1), 0, mask.reshape(-1), count, total)
 
 
-@counted("index.Tensor", "_unsafe_index.Tensor")
+@composed("index.Tensor", "_unsafe_index.Tensor")
 def index(self: Tensor, indices: list[Tensor | None]) -> Tensor:
     masks = _masks_of(self, indices)
     totals = [torch.count_nonzero(mask) for mask in masks]
@@ -155,7 +156,7 @@ def _laid_out(made: Tensor, x: Tensor, dim: int, mask: Tensor) -> Tensor:
 # Counts of values
 
 
-@counted("bincount")
+@composed("bincount")
 def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     is_fit = self.dim() == 1 and not self.is_floating_point() and not self.is_complex() and self.dtype != torch.bool
     if minlength < 0 or not is_fit or (weights is not None and weights.shape != self.shape):
@@ -172,7 +173,7 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
     return sums.scatter_add_(0, self.long(), added)[:count]
 
 
-@counted("repeat_interleave.Tensor")
+@composed("repeat_interleave.Tensor")
 def repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
     if repeats.dim() != 1 or repeats.dtype not in (torch.int64, torch.int32):
         raise_as_cpu(aten.repeat_interleave.Tensor, repeats)
@@ -217,7 +218,7 @@ def _nothing(like: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.int64, device=like.device)
 
 
-@counted("_unique2")
+@composed("_unique2")
 def unique2(
     self: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,12 +235,12 @@ def _no_values(op: Any, x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(made.to(x.device) for made in op(torch.zeros_like(x, device="cpu"), *args))
 
 
-@counted("_unique")
+@composed("_unique")
 def unique(self: Tensor, sorted: bool = True, return_inverse: bool = False) -> tuple[Tensor, Tensor]:
     return unique2(self, sorted, return_inverse)[:2]
 
 
-@counted("unique_consecutive")
+@composed("unique_consecutive")
 def unique_consecutive(
     self: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,7 +252,7 @@ def unique_consecutive(
     return found, run.view(self.shape) if return_inverse else _nothing(self), lengths
 
 
-@counted("unique_dim_consecutive")
+@composed("unique_dim_consecutive")
 def unique_dim_consecutive(
     self: Tensor, dim: int, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,7 +261,7 @@ def unique_dim_consecutive(
     return _dim_runs("unique_dim_consecutive", self, dim)
 
 
-@counted("unique_dim")
+@composed("unique_dim")
 def unique_dim(
     self: Tensor, dim: int, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, lowering
 
-_LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch's stubs lack it
+LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def matmul(a: Any, b: Any) -> Any:
@@ -84,7 +84,7 @@ def cholesky(self, upper=False, *, ctx):
 
 def _check_positive_definite(ctx: Any, name: str, info: Any) -> None:
     message = f"{name}: The factorization could not be completed because the input is not positive-definite"
-    ctx.check(info == 0, message, _LinAlgError)
+    ctx.check(info == 0, message, LinAlgError)
 
 
 def _cholesky_info(a: Any, factor: Any) -> Any:
@@ -168,7 +168,7 @@ def solve_lu(lu: Any, pivots: Any, b: Any, *, turned: bool = False) -> Any:
 
 
 def _check_invertible(ctx: Any, name: str, info: Any) -> None:
-    ctx.check(info == 0, f"{name}: The diagonal element of U is zero, the matrix is singular", _LinAlgError)
+    ctx.check(info == 0, f"{name}: The diagonal element of U is zero, the matrix is singular", LinAlgError)
 
 
 @lowering("linalg_lu_factor_ex")
@@ -227,33 +227,6 @@ def linalg_inv_ex(A, *, check_errors=False, ctx):
     return solve_lu(lu, pivots, identity), info
 
 
-def _infer_determinant(A: torch.Tensor, op: Any) -> Any:
-    # PyTorch factors A.mT where A is contiguous and real, and its autograd formulas test that again. A lowering sees no
-    # strides, so the rare other real matrices are left to the CPU.
-    if not A.is_complex() and not A.is_contiguous():
-        raise NotImplementedError("the LU factors of this determinant depend on the strides")
-    return op(A)
-
-
-def _determinant_parts(a: Any) -> tuple[Any, Any, Any, Any]:
-    lu, pivots, _ = factor_lu(a if jnp.iscomplexobj(a) else jnp.swapaxes(a, -1, -2))
-    swaps = (pivots != jnp.arange(1, a.shape[-1] + 1)).sum(-1)
-    sign = jnp.where(swaps % 2 == 1, -1, 1).astype(a.dtype)
-    return jnp.diagonal(lu, axis1=-2, axis2=-1), sign, lu, pivots
-
-
-@lowering("_linalg_det", infer=lambda A, *_: _infer_determinant(A, torch.ops.aten._linalg_det))
-def linalg_det(A):
-    diagonal, sign, lu, pivots = _determinant_parts(A)
-    return sign * jnp.prod(diagonal, -1), lu, pivots
-
-
-@lowering("_linalg_slogdet", infer=lambda A, *_: _infer_determinant(A, torch.ops.aten._linalg_slogdet))
-def linalg_slogdet(A):
-    diagonal, sign, lu, pivots = _determinant_parts(A)
-    return sign * jnp.prod(jnp.sign(diagonal), -1), jnp.log(jnp.abs(diagonal)).sum(-1), lu, pivots
-
-
 # Orthogonal factorizations
 
 
@@ -293,7 +266,13 @@ def ormqr(self, input2, input3, left=True, transpose=False):
     return matmul(q, input3) if left else matmul(input3, q)
 
 
-@lowering("_linalg_svd")
+def _infer_svd(A: torch.Tensor, full_matrices: bool = False, compute_uv: bool = True, driver: Any = None) -> Any:
+    """PyTorch's meta kernel lays Vh out as CUDA does; the CPU keeps its columns together."""
+    u, s, vh = torch.ops.aten._linalg_svd(A, full_matrices, compute_uv, driver=driver)
+    return u, s, vh.mT.contiguous().mT if compute_uv else vh
+
+
+@lowering("_linalg_svd", infer=_infer_svd)
 def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None, ctx):
     if not A.size:
         made = [empty(ctx, i) for i in range(3)]
@@ -322,7 +301,7 @@ def _infer_lstsq(self: torch.Tensor, b: torch.Tensor, rcond: Any = None, driver:
         raise RuntimeError("torch.linalg.lstsq: input.size(-2) should match other.size(-2)")
     m, n = self.shape[-2:]
     real = torch.empty((), dtype=self.dtype, device="meta").real.dtype
-    solution = self.new_empty((*batch, n, columns.shape[-1]))
+    solution = self.new_empty((*batch, columns.shape[-1], max(m, n)))[..., :n].mT  # LAPACK overwrites b
     return (
         solution if columns is b else solution[..., 0],
         b.new_empty((*batch, columns.shape[-1]) if m > n and driver not in (None, "gelsy") else (0,), dtype=real),

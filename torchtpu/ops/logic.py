@@ -103,6 +103,8 @@ def bitwise_xor(self, other):
     "bitwise_left_shift.Scalar_Tensor",
     "__lshift__.Tensor",
     "__lshift__.Scalar",
+    "__ilshift__.Tensor",
+    "__ilshift__.Scalar",
 )
 def bitwise_left_shift(self, other):
     bits = jnp.iinfo(self.dtype).bits
@@ -115,6 +117,8 @@ def bitwise_left_shift(self, other):
     "bitwise_right_shift.Scalar_Tensor",
     "__rshift__.Tensor",
     "__rshift__.Scalar",
+    "__irshift__.Tensor",
+    "__irshift__.Scalar",
 )
 def bitwise_right_shift(self, other):
     info = jnp.iinfo(self.dtype)

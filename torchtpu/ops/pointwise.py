@@ -171,7 +171,7 @@ def _trunc_divide(self, other):
     return lax.div(*jnp.broadcast_arrays(self, other)) if is_integer else jnp.trunc(self / other)
 
 
-@pointwise("floor_divide", "floor_divide.Scalar")
+@pointwise("floor_divide", "floor_divide.Scalar", "floor_divide_.Tensor")
 def floor_divide(self, other):
     if not jnp.issubdtype(self.dtype, jnp.floating):
         return jnp.floor_divide(self, other)

@@ -231,7 +231,7 @@ def native_dropout_backward(grad_output, mask, scale):
     return grad * (mask.astype(grad.dtype) * jnp.asarray(scale, grad.dtype))
 
 
-@lowering("rrelu_with_noise")
+@lowering("rrelu_with_noise", "rrelu_with_noise_")
 def rrelu_with_noise(self, noise, lower=0.125, upper=1 / 3, training=False, generator=None):
     x = opmath(self)
     if not training:

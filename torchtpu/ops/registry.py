@@ -83,7 +83,7 @@ Register = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 LOWERINGS: dict[str, Lowering] = {}
 PLATFORM_LOWERINGS: dict[tuple[str, str], Lowering] = {}
-COUNTED: dict[str, Callable[..., Any]] = {}
+COMPOSED: dict[str, Callable[..., Any]] = {}
 
 
 def lowering(*names: str, platform: str | None = None, **facts: Any) -> Register:
@@ -109,17 +109,24 @@ def lowering(*names: str, platform: str | None = None, **facts: Any) -> Register
     return register
 
 
-def counted(*names: str) -> Register:
-    """Registers the decorated function as the kernel of ATen ops whose results have shapes that depend on data.
+def find(name: str) -> Lowering:
+    """The lowering of an op, or that of a platform where there is none for all."""
+    known = LOWERINGS.get(name)
+    return known or next(entry for (op, _), entry in PLATFORM_LOWERINGS.items() if op == name)
 
-    It gets the op's arguments as torch tensors on the device, calls other ops of the device, and reads the counts it
-    needs with `counts.read`.  An out= variant follows from the functional op.
+
+def composed(*names: str) -> Register:
+    """Registers the decorated function as the kernel of ATen ops that are calls of other ops of the device.
+
+    It gets the op's arguments as torch tensors at every call and may look at what a lowering cannot: strides, and
+    counts on the device (`counts.read`).  An out= variant follows from the functional op.  Of an op that has a lowering
+    too it gets the calls that cannot be recorded.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
-            assert name not in COUNTED, f"two kernels of {name}"
-            COUNTED[name] = function
+            assert name not in COMPOSED, f"two kernels of {name}"
+            COMPOSED[name] = function
         return function
 
     return register

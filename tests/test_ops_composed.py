@@ -1,0 +1,109 @@
+"""In: ops composed of other ops, and those that had to run on the CPU. Out: the CPU's results, made on the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from torchtpu import metrics
+
+torch.manual_seed(0)
+MATRICES = torch.randn(2, 4, 4, dtype=torch.float64)
+COMPLEX = torch.randn(3, 3, dtype=torch.complex128)
+SAMPLE = torch.randn(24)
+
+
+def gradient(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad(call(x).abs().sum(), x)
+    return found
+
+
+def solved(a: torch.Tensor, hermitian: bool) -> tuple[torch.Tensor, ...]:
+    factors, pivots = torch.linalg.ldl_factor(a, hermitian=hermitian)
+    return factors, pivots, torch.linalg.ldl_solve(factors, pivots, a[..., :2], hermitian=hermitian)
+
+
+def written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, number = x.clone(), (x * 8).long()
+    x //= torch.tensor(0.5, device=x.device)
+    number <<= 2
+    number >>= torch.tensor(1, device=x.device)
+    return x, number
+
+
+CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
+    "det": (lambda x: (torch.det(x), torch.det(x.mT), gradient(torch.det, x), gradient(torch.det, x.mT)), MATRICES),
+    "slogdet": (lambda x: (*torch.slogdet(x[:, ::2, ::2]), *torch.slogdet(x)), MATRICES),
+    "complex det": (lambda x: (torch.det(x), gradient(torch.det, x.mT)), COMPLEX),
+    "eig": (lambda x: (*torch.linalg.eig(x), gradient(torch.linalg.eigvals, x)), MATRICES),
+    "ldl": (lambda x: solved(x, False), MATRICES),
+    "hermitian ldl": (lambda x: solved(x, True), COMPLEX),
+    "singular ldl": (lambda x: torch.linalg.ldl_factor_ex(x - x), MATRICES),
+    "histogram": (lambda x: (*torch.histogram(x, 5, weight=x.abs(), density=True), *torch.histogram(x - x, 3)), SAMPLE),
+    "histogram at edges": (lambda x: torch.histogram(x, x[:6].sort()[0]), SAMPLE),
+    "histogramdd": (lambda x: torch.histogramdd(x.view(-1, 2), [3, 4], range=[-1.0, 1, -2, 2])[0], SAMPLE),
+    "in place": (written, SAMPLE),
+    "out": (lambda x: torch.mvlgamma(x.abs() + 3, 2, out=torch.empty(0, device=x.device)), SAMPLE),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_are_those_of_the_cpu_and_made_on_the_device(name: str) -> None:
+    call, x = CALLS[name]
+    found, expected = call(x.to("tpu")), call(x)
+    pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else [(found, expected)]
+    for ours, theirs in pairs:
+        assert ours.device.type == "tpu"
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours.cpu(), theirs)
+    assert not metrics.snapshot()["cpu_fallbacks"]
+
+
+def test_a_determinant_refuses_integers_as_the_cpu_does() -> None:
+    for device in ("cpu", "tpu"):
+        with pytest.raises(RuntimeError, match="Got Long"):
+            torch.det(torch.ones(2, 2, dtype=torch.int64, device=device))
+
+
+def test_a_histogram_of_nan_fails_the_next_read() -> None:
+    x = torch.tensor([1.0, float("nan")], device="tpu")
+    with pytest.raises(RuntimeError, match="range is not finite"):
+        torch.histogram(x, 2)[0].cpu()
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_a_transformer_encoder_in_eval_mode_stays_on_the_device(is_masked: bool) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=is_masked)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 4 + [True], [False] * 5])
+    masks = {"src_key_padding_mask": padding} if is_masked else {}
+    with torch.no_grad():
+        expected = model(x, **masks)
+        found = copy.deepcopy(model).to("tpu")(x.to("tpu"), **{k: m.to("tpu") for k, m in masks.items()})
+    torch.testing.assert_close(found.cpu(), expected)
+    assert not metrics.snapshot()["cpu_fallbacks"]
+
+
+@pytest.mark.parametrize(
+    "name", ["silu", "mish", "gelu", "hardswish", "softplus", "elu", "celu", "logsigmoid", "hardsigmoid", "leaky_relu"]
+)
+def test_an_activation_and_its_gradient_are_one_record_each(name: str) -> None:
+    x = torch.linspace(-30, 30, 41)
+    call = getattr(functional, name)
+    expected = call(x), gradient(call, x)
+    y = x.to("tpu").requires_grad_()
+    metrics.reset()
+    made = call(y)
+    assert metrics.snapshot()["ops_recorded"] == 1
+    ones = torch.ones_like(made)
+    metrics.reset()
+    (found,) = torch.autograd.grad(made, y, ones)
+    assert metrics.snapshot()["ops_recorded"] == 1
+    torch.testing.assert_close(made.detach().cpu(), expected[0])
+    torch.testing.assert_close((found * made.detach().sign()).cpu(), expected[1], equal_nan=True)
