@@ -28,7 +28,12 @@ _NOT_IN_KEY = frozenset(
         *(f"3.3.{field}" for field in (182, 185, 290, 381, 405, 433)),
     ]
 )
-_FLAGS_NOT_IN_KEY = ("--xla_dump_", "--xla_force_host_platform_device_count", "--xla_gpu_cuda_data_dir")
+_FLAGS_NOT_IN_KEY = (
+    "--xla_dump_",
+    "--xla_force_host_platform_device_count",
+    "--xla_gpu_cuda_data_dir",
+    "--xla_tpu_use_enhanced_launch_barrier",  # always given: jax adds it where there are chips
+)
 
 # What /proc/cpuinfo lists that is no instruction a compiler emits: it varies with kernel, firmware and hypervisor.
 _CPUINFO_NOISE = (

@@ -32,12 +32,14 @@ _BATCH = 128  # ops traced in one module
 
 
 class Fragments:
-    """Finds, loads or traces fragments; one per engine."""
+    """Finds, loads or traces fragments for one platform, by default the client's; one per engine."""
 
-    def __init__(self, lowerings: Lowerings, client: Client, store: Store, counters: Counters) -> None:
+    def __init__(
+        self, lowerings: Lowerings, client: Client, store: Store, counters: Counters, platform: str = ""
+    ) -> None:
         self._lowerings = lowerings
-        self._tracer = Tracer(client, lowerings.context)
-        self._platform = client.lowering_platform
+        self._platform = platform or client.lowering_platform
+        self._tracer = Tracer(client, self._platform, lowerings.context)
         self._store = store
         self._counters = counters
         self._lock = threading.Lock()  # held while fragments are added

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.extend
@@ -22,7 +23,7 @@ from jax.core import ShapedArray
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax, xla_client
 
-from torchtpu.compiler_cache import Target, compiler_line, host_cpu_features
+from torchtpu.compiler_cache import Key, Target, compiler_line, host_cpu_features, program_key
 
 Aval = tuple[tuple[int, ...], torch.dtype]
 
@@ -42,14 +43,14 @@ class Client:
             self._client = jax.extend.backend.get_backend(platform)
         self.devices: list[Any] = list(self._client.local_devices())
         self._shardings = [SingleDeviceSharding(d) for d in self.devices]
-        self._options = [self._compile_options(d) for d in self.devices]
+        self._options = [compile_options(d) for d in self.devices]
 
     @property
     def lowering_platform(self) -> str:
         """The platform's name in `lowering_platforms`: cpu, tpu or cuda."""
         return {"gpu": "cuda"}.get(self.platform, self.platform)
 
-    @property
+    @functools.cached_property
     def target(self) -> Target:
         """What programs are compiled for."""
         line = compiler_line(jaxlib.__version__, self._client.platform_version)
@@ -192,12 +193,29 @@ class Client:
     def _device_list(self, device: int) -> Any:
         return xla_client.DeviceList((self.devices[device],))
 
-    def _compile_options(self, device: Any) -> Any:
-        options = xla_client.CompileOptions()
-        options.num_replicas = options.num_partitions = 1
-        options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
-        options.env_option_overrides = list(_OPTIONS)
-        return options
+
+class Compiles(Protocol):
+    """What a key needs of a client, with chips or without."""
+
+    @property
+    def target(self) -> Target: ...
+    def options(self, device: int) -> bytes: ...
+
+
+def key_of(text: str, client: Compiles, device: int = 0) -> Key:
+    """The key of a program's executable: of the client only what it compiles for counts, not whether it has chips."""
+    target = client.target
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "").split() if target.platform == "tpu" else ()
+    return program_key(text, target, options=client.options(device), flags=flags)
+
+
+def compile_options(device: Any) -> Any:
+    """What every program is compiled with, for one device of whichever client."""
+    options = xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+    options.env_option_overrides = list(_OPTIONS)
+    return options
 
 
 _PRECISION = {"highest": "highest", "high": "high", "medium": "default"}

@@ -42,17 +42,19 @@ class Fragment(NamedTuple):
 
 
 class Tracer:
-    """Traces lowerings; `context` makes the object that they may ask (`torchtpu.ops.registry.Context`)."""
+    """Traces lowerings for a platform, which need not be the client's; `context` makes the object that they may ask
+    (`torchtpu.ops.registry.Context`)."""
 
-    def __init__(self, client: Client, context: Callable[..., Any]) -> None:
+    def __init__(self, client: Client, platform: str, context: Callable[..., Any]) -> None:
         self._client = client
+        self._platform = platform
         self._context = context
 
     def trace(self, ops: Sequence[tuple[Op, Entry]], precision: str) -> list[Fragment]:
         """A fragment per op; the error of a lowering names its op and line."""
         import jax
 
-        platform = self._client.lowering_platform
+        platform = self._platform
         traces = [_Trace(op, entry, self._context, platform, precision) for op, entry in ops]
         with self._client.tracing(precision):
             inner = [jax.jit(trace.function(f"torchtpu_op_{i}")) for i, trace in enumerate(traces)]

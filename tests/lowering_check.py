@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if __name__ == "__main__":  # no device is needed
@@ -155,12 +155,13 @@ class Outcome:
 
 
 class Check(TorchDispatchMode):
-    """Runs each call on the CPU, and those with a lowering also through it."""
+    """Runs each call on the CPU, and those with a lowering also through it: the lowering that `platform` has."""
 
-    def __init__(self, targets: set[str], per_op: int = 12, in_all: int = 1000) -> None:
+    def __init__(self, targets: set[str], per_op: int = 12, in_all: int = 1000, platform: str = "cpu") -> None:
         super().__init__()
         self.registry = importlib.import_module("torchtpu.ops.registry")
         self.targets = targets
+        self.platform = platform
         self.per_op = per_op
         self.in_all = in_all
         self.outcomes: dict[str, Outcome] = {name: Outcome() for name in targets}
@@ -185,7 +186,7 @@ class Check(TorchDispatchMode):
         outcome = self.outcomes[name]
         outcome.checked += 1
         outcome.called_as[overload_name(func)] += 1
-        entry = self.registry.LOWERINGS[name]
+        entry = self.registry.PLATFORM_LOWERINGS.get((name, self.platform)) or self.registry.LOWERINGS[name]
         shown = f"{overload_name(func)}({', '.join(map(_show, [*before[0], *before[1].items()]))})"
         try:
             expected = _expected(func, entry, args, kwargs, made)
@@ -231,7 +232,7 @@ class Check(TorchDispatchMode):
     ) -> Iterator[str]:
         lifted = self.outcomes[entry.name].checked % 2 == 1
         try:
-            actual = run_lowering(entry, func, args, kwargs, expected, lifted)
+            actual = run_lowering(lowered_call(entry, func, args, kwargs, expected, lifted, self.platform))
         except Exception as error:  # every kind of failure of a lowering is a line of the table
             yield f"{'lifted: ' if lifted else ''}{_first_line(error)}"
             return
@@ -305,14 +306,22 @@ def _flat(value: Any) -> list[Any]:
     return [t for v in value for t in _flat(v)] if isinstance(value, (list, tuple)) else [value]
 
 
-def run_lowering(entry: Any, func: Any, args: Any, kwargs: Any, expected: list[Any], lifted: bool) -> list[Any]:
-    """The lowering's results as CPU tensors, cast to the dtypes of `expected`; `lifted` traces its numbers too."""
-    import jax
+class Call(NamedTuple):
+    """A lowering as a function of arrays alone, the arrays of a sample, and the checks made while it is traced."""
 
+    program: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    checks: list[tuple[Any, str, type[Exception]]]
+
+
+def lowered_call(
+    entry: Any, func: Any, args: Any, kwargs: Any, expected: list[Any], lifted: bool, platform: str
+) -> Call:
+    """The lowering's call, its results cast to the dtypes of `expected`; `lifted` makes its numbers arrays too."""
     registry = importlib.import_module("torchtpu.ops.registry")
     leaves: list[Any] = []
     results = tuple((tuple(t.shape), t.dtype) for t in expected if isinstance(t, torch.Tensor))
-    ctx = registry.Context(entry.name, "cpu", results)
+    checks: list[tuple[Any, str, type[Exception]]] = []
 
     def encode(argument: Any, value: Any) -> Callable[[Any], Any]:
         if isinstance(value, (list, tuple)):
@@ -340,16 +349,25 @@ def run_lowering(entry: Any, func: Any, args: Any, kwargs: Any, expected: list[A
         named = {argument.name: build(xs) for argument, build in encoded if argument.kwarg_only}
         if entry.random and "generator" not in named and all(a.name != "generator" for a, _ in encoded):
             named["generator"] = (xs[-2], xs[-1])
+        ctx = registry.Context(entry.name, platform, results)
         if entry.takes_context:
             named["ctx"] = ctx
         made = _flat(entry.function(*positional, **named))
         want = [t.dtype if isinstance(t, torch.Tensor) else None for t in expected] + [None] * len(made)
         cast = [m if m is None or d is None else registry.as_dtype(m, d) for m, d in zip(made, want, strict=False)]
+        checks[:] = ctx.checks
         return cast, [ok for ok, _, _ in ctx.checks]
 
+    return Call(program, tuple(leaves), checks)
+
+
+def run_lowering(call: Call) -> list[Any]:
+    """The lowering's results as CPU tensors."""
+    import jax
+
     with jax.enable_x64(True):
-        made, checks = jax.jit(program)(*leaves)
-    failed = [ctx.checks[i][1] for i, ok in enumerate(checks) if not ok]
+        made, passed = jax.jit(call.program)(*call.leaves)
+    failed = [call.checks[i][1] for i, ok in enumerate(passed) if not ok]
     assert not failed, f"device-side check failed on a valid sample: {failed}"
     return [None if m is None else to_torch(m) for m in made]
 
@@ -564,6 +582,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=4, help="samples per OpInfo and dtype")
     parser.add_argument("--per-op", type=int, default=10, help="checks per op and dtype")
     parser.add_argument("--no-backward", action="store_true")
+    parser.add_argument("--platform", default="cpu", help="take this platform's lowerings; they run on the CPU")
     parser.add_argument("--verbose", "-v", action="store_true", help="print every mismatch")
     options = parser.parse_args()
     # The ops need no device: keep torchtpu/__init__.py, which starts one, out of this process.
@@ -586,7 +605,7 @@ def main() -> int:
     else:
         lowerings = load_ops()
         targets, infos = _resolve(options.names, lowerings)
-    check = Check(set(lowerings) if options.all_ops else targets, options.per_op)
+    check = Check(set(lowerings) if options.all_ops else targets, options.per_op, platform=options.platform)
     dtypes = [getattr(torch, d) for d in options.dtypes.split(",")]
     run_samples(check, infos, dtypes, options.samples, not options.no_backward)
     return 1 if report(check, options.verbose) else 0

@@ -1,0 +1,88 @@
+"""Compiling for TPUs on a machine without one: in comes a program text, out come its executable's bytes and its cost.
+
+libtpu loads once per process and reads its settings from the environment: whoever makes an `AotClient` starts a
+process for it with `environment()` set.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jaxlib
+from jax._src import xla_bridge
+from jax._src.interpreters import mlir
+from jaxlib import xla_client
+from jaxlib.mlir import ir
+
+from torchtpu.compiler_cache import Target, compiler_line
+
+from .chips import find_chip
+from .cost import Cost, cost_of
+from .pjrt import compile_options
+
+# What jax adds on a machine with chips; a program compiled without it would not be the one compiled there.
+_BARRIER = "--xla_tpu_use_enhanced_launch_barrier=true"
+
+
+class Built(NamedTuple):
+    """An executable that a TPU loads, and what one launch of it costs by the compiler's own account."""
+
+    executable: bytes
+    cost: Cost
+
+
+def environment(outer: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`outer` with what libtpu needs to start on a machine without a chip, several times at once, quietly."""
+    arguments = outer.get("LIBTPU_INIT_ARGS", "")
+    if _BARRIER.partition("=")[0] not in arguments:
+        arguments = f"{arguments} {_BARRIER}".strip()
+    return {
+        **outer,
+        "LIBTPU_INIT_ARGS": arguments,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "TPU_MIN_LOG_LEVEL": "3",
+    }
+
+
+class AotClient:
+    """libtpu's compile-only client for one topology; ValueError where there is no such chip or topology."""
+
+    platform = lowering_platform = "tpu"
+
+    def __init__(self, target: str) -> None:
+        self.chip, self.topology = find_chip(target)
+        # As on a machine with v4 chips, where the two cores of a chip are one device.
+        settings = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
+        try:
+            described = xla_bridge.make_pjrt_tpu_topology(f"{self.chip.name}:{self.topology}", **settings)
+        except xla_client.XlaRuntimeError as error:
+            raise ValueError(f"{target}: {str(error).partition(chr(10))[0]}") from error
+        self.devices: list[Any] = list(described._make_compile_only_devices())
+        self._client = self.devices[0].client
+        self._devices = xla_client.DeviceList((self.devices[0],))
+        self._options = compile_options(self.devices[0])
+
+    @functools.cached_property
+    def target(self) -> Target:
+        """What programs are compiled for: the same record that a client with chips makes."""
+        line = compiler_line(jaxlib.__version__, self._client.platform_version)
+        return Target("tpu", self.devices[0].device_kind, line, topology=self.topology)
+
+    def options(self, device: int) -> bytes:
+        """The compile options, serialized."""
+        data: bytes = self._options.SerializeAsString()
+        return data
+
+    def compile(self, text: str) -> Built:
+        """Compiles a StableHLO module for one device; raises what the compiler raises."""
+        with mlir.make_ir_context():
+            executable = self._client.compile(ir.Module.parse(text), self._devices, self._options)
+        return Built(executable.serialize(), cost_of(executable, self.chip))
