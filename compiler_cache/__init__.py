@@ -12,9 +12,10 @@ from .bundle import BundleError, Imported, export_bundle, import_bundle
 from .catalog import EntryFile, Nearest
 from .entry import DamagedEntry
 from .key import Difference, Key, difference, explain, fingerprint
-from .locate import default_directory, open_store
+from .locate import default_directory, open_store, parse_nbytes
 from .store import DirectoryStore, NullStore, Stats, Store
 from .target import Target, canonical_text, compiler_line, host_cpu_features, program_key
+from .trust import untrusted
 
 __all__ = [
     "BundleError",
@@ -39,5 +40,7 @@ __all__ = [
     "host_cpu_features",
     "import_bundle",
     "open_store",
+    "parse_nbytes",
     "program_key",
+    "untrusted",
 ]

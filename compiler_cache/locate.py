@@ -68,11 +68,21 @@ def _layers(listed: str) -> Iterator[Path]:
             _log.warning("cache: trusted directory not used: %s", problem)
 
 
-def _nbytes(text: str) -> int:
+def parse_nbytes(text: str) -> int | None:
+    """The bytes that "512M" or "2G" are; None where the text is no size."""
     number = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = number[-1:] if number[-1:] in _UNITS else ""
     try:
-        return max(0, int(float(number.removesuffix(unit)) * _UNITS[unit])) if number else MAX_BYTES
+        return max(0, int(float(number.removesuffix(unit)) * _UNITS[unit]))
     except (ValueError, OverflowError):
+        return None
+
+
+def _nbytes(text: str) -> int:
+    if not text.strip():
+        return MAX_BYTES
+    found = parse_nbytes(text)
+    if found is None:
         _log.warning("cache: TORCHTPU_CACHE_MAX_BYTES=%s is not a size such as 20G; taken as %d", text, MAX_BYTES)
         return MAX_BYTES
+    return found

@@ -82,12 +82,13 @@ class Store(ABC):
         """The stored payload, or what `build` returns, which is then stored.
 
         Of all threads and processes that ask for one key, one builds and the others wait for it.  Raises what `build`
-        raises; whoever waited for a failed or killed build then builds.  `build` may itself use this store.
+        raises; whoever waited for a failed or killed build then builds.  `build` may itself use this store, and add to
+        `note`.
         """
         payload = self.get(key)
         if payload is not None:
             return payload
-        payload, is_own = self._flights.build(key.digest, lambda: self._build(key, build, note or {}))
+        payload, is_own = self._flights.build(key.digest, lambda: self._build(key, build, {} if note is None else note))
         if not is_own:
             self._count(waits=1)
         return payload
@@ -187,6 +188,14 @@ class DirectoryStore(Store):
         """The local entry whose key differs from `key` in the fewest parts."""
         return None if self.directory is None else catalog.nearest(self.directory, key)
 
+    def find(self, kind: str, digest: str) -> Entry | None:
+        """The undamaged entry of that name, from the directory or a layer; None where there is none."""
+        for directory in (self.directory, *self.layers):
+            if directory is not None:
+                with suppress(OSError, DamagedEntry), catalog.entry_path(directory, kind, digest).open("rb") as file:
+                    return read_entry(file)
+        return None
+
     def entries(self) -> Iterator[catalog.EntryFile]:
         """Every local entry, in no order."""
         return iter(()) if self.directory is None else catalog.entries(self.directory)
@@ -197,13 +206,14 @@ class DirectoryStore(Store):
 
     def prune(self, max_bytes: int | None = None) -> catalog.Swept:
         """Deletes the entries used longest ago until the rest fits; by default into the store's own bound."""
-        if self.directory is None or not self._may_write():
+        if self.directory is None or not self.may_write():
             return catalog.Swept(0, 0, 0)
         swept = catalog.sweep(self.directory, self.max_bytes if max_bytes is None else max_bytes, self.max_entries)
         self._count(evicted=swept.evicted)
         return swept
 
-    def _may_write(self) -> bool:
+    def may_write(self) -> bool:
+        """Whether entries are written now: not with `writes` False, nor (for a while) after the disk refused."""
         return time.monotonic() >= self._resumes
 
     def _build(self, key: Key, build: Callable[[], bytes], note: Note) -> bytes:
@@ -225,7 +235,7 @@ class DirectoryStore(Store):
     def _wait_for_turn(self, key: Key) -> int | bytes | None:
         """The held lock, or the payload that another process built meanwhile, or None where there can be no lock."""
         started, pause, said, made = time.monotonic(), 0.002, False, False
-        while self._may_write():
+        while self.may_write():
             try:
                 lock = self._locks.try_lock(key.digest)
             except OSError as error:
@@ -284,13 +294,13 @@ class DirectoryStore(Store):
             if problem is not None:
                 raise PermissionError(problem)
             entry = read_entry(file, key)
-            if not is_layer and self._may_write() and abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
+            if not is_layer and self.may_write() and abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
                 with suppress(OSError):  # on a disk that has become read-only the entry is as good as before
                     os.utime(descriptor)
         return entry
 
     def _publish(self, key: Key, head: bytes, payload: bytes) -> bool:
-        if self.directory is None or not self._may_write() or len(head) + len(payload) > self.max_bytes:
+        if self.directory is None or not self.may_write() or len(head) + len(payload) > self.max_bytes:
             return False
         path = catalog.entry_path(self.directory, key.kind, key.digest)
         temporary = self.directory / catalog.TMP / f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -328,7 +338,7 @@ class DirectoryStore(Store):
         return True
 
     def _forget(self, key: Key) -> None:
-        if self.directory is None or not self._may_write():
+        if self.directory is None or not self.may_write():
             return
         try:
             catalog.entry_path(self.directory, key.kind, key.digest).unlink(missing_ok=True)
@@ -349,7 +359,7 @@ class DirectoryStore(Store):
 
     def _sweep_if_due(self) -> None:
         with self._counting:
-            due = self._may_write() and (self._unswept is None or self._unswept > self.max_bytes // 50)
+            due = self.may_write() and (self._unswept is None or self._unswept > self.max_bytes // 50)
             if due:
                 self._unswept = 0
         if not due:

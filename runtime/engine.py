@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.compiler_cache import NullStore, Store, program_key
+from torchtpu.compiler_cache import NullStore, Store
 
 from . import log
 from .calls import Entry, Lowerings, results_of
@@ -25,8 +25,9 @@ from .executor import About, Executable, Executor
 from .fragments import Fragments
 from .guards import Guard
 from .lower import Module, lower
+from .manifest import Journal, Outcome
 from .memory import show_bytes
-from .pjrt import Client
+from .pjrt import Client, key_of
 from .region import Program
 
 
@@ -35,7 +36,7 @@ class Engine:
 
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
     lowerings ask; `knob` gives the settings log, memory_limit and num_compile_threads; `release` lets go of arrays that
-    nobody holds any more.
+    nobody holds any more. A `journal` hears of every program and of what became of it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Engine:
         knob: Callable[[str], Any],
         store: Store | None = None,
         release: Callable[[], Any] = lambda: None,
+        journal: Journal | None = None,
     ) -> None:
         self.counters = counters
         self.client = Client(platform, num_devices)
@@ -60,7 +62,7 @@ class Engine:
         self.fragments = Fragments(table, self.client, store, counters)
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
         self.compiler = Compiler(self.client, store, counters, threads)
-        self._target = self.client.target
+        self._journal = journal
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         self._executor = Executor(self.client, counters, knob, release)
         self.history = self._executor.history
@@ -78,6 +80,9 @@ class Engine:
                 log.write(str(program))
             module, about, flight = self._submit(program, device, is_flat=False)
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
+            if self._journal is not None:
+                identity = self._journal.program(program, torch.get_float32_matmul_precision())
+                self._journal.outcome(Outcome(identity, "failed", error=f"{type(error).__name__}: {error}"))
             plan.failed(_unlowered(error, plan.line))
             return
         self.counters.regions_planned += 1
@@ -95,12 +100,15 @@ class Engine:
     def _submit(self, program: Program, device: int, *, is_flat: bool) -> tuple[Module, About, Future[Loaded]]:
         started = time.perf_counter()
         module = lower(program, self.fragments, torch.get_float32_matmul_precision(), is_flat=is_flat)
-        key = program_key(module.text, self._target, options=self.client.options(device))
+        key = key_of(module.text, self.client, device)
         self.counters.lower_ms += (time.perf_counter() - started) * 1e3
         if "stablehlo" in self._knob("log"):
             log.write(module.text)
         about = About(key.digest, program.line, len(program.ops), len(program.donated), _largest(program))
-        return module, about, self.compiler.submit(module.text, key, device)
+        flight = self.compiler.submit(module.text, key, device)
+        if self._journal is not None:
+            _keep_journal(self._journal, program, is_flat, key.digest, flight)
+        return module, about, flight
 
     def _executable(
         self, program: Program, device: int, module: Module, about: About, done: Future[Loaded]
@@ -143,6 +151,21 @@ class Engine:
     def device_name(self, device: int) -> str:
         """What the platform calls the device."""
         return self.client.device_name(device)
+
+
+def _keep_journal(journal: Journal, program: Program, is_flat: bool, digest: str, flight: Future[Loaded]) -> None:
+    identity = journal.program(program, torch.get_float32_matmul_precision(), is_flat=is_flat)
+
+    def note(done: Future[Loaded]) -> None:
+        error = CancelledError("the engine was closed") if done.cancelled() else done.exception()
+        if error is not None:
+            journal.outcome(Outcome(identity, "failed", digest, error=f"{type(error).__name__}: {error}"))
+        else:
+            loaded = done.result()
+            outcome = "hit" if loaded.source == "disk" else "compiled"
+            journal.outcome(Outcome(identity, outcome, digest, loaded.milliseconds))
+
+    flight.add_done_callback(note)
 
 
 def _refuse() -> Executable:

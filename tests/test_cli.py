@@ -74,4 +74,4 @@ def test_the_scripts_own_failure_is_passed_on(tmp_path):
 def test_a_missing_subcommand_shows_usage(tmp_path):
     result = run(cwd=tmp_path)
     assert result.returncode == 2
-    assert "usage: torchtpu" in result.stderr
+    assert "Usage: torchtpu" in result.stdout + result.stderr

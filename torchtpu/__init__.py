@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch as _torch  # noqa: F401 - its autoload registers the device
 
-from torchtpu._autoload import autoload as _autoload
+from torchtpu._autoload import autoload, failure
 
-_autoload()
+autoload()
 
-from torchtpu import config, metrics  # noqa: E402 - they need the device
+if failure() is None:
+    from torchtpu import config, metrics
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "config", "metrics"]

@@ -9,15 +9,39 @@ import functools
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
+_failures: list[ImportError] = []
+
+
+def autoload() -> None:
+    """Registers the device, once. Raises ImportError where the extension cannot work with this torch.
+
+    The process of the `torchtpu` command goes on without the device instead, to say what is wrong and what helps.
+    """
+    try:
+        _register()
+    except ImportError as error:
+        if not _is_command():
+            raise
+        _failures.append(error)
+
+
+def failure() -> ImportError | None:
+    """Why the `torchtpu` command has no device; None where it has."""
+    return _failures[0] if _failures else None
+
+
+def _is_command() -> bool:
+    return Path(sys.argv[0]).name == "torchtpu" or sys.orig_argv[1:3] == ["-m", "torchtpu.cli"]
+
 
 @functools.cache
-def autoload() -> None:
-    """Registers the device, once. Raises ImportError where the extension cannot work with this torch."""
+def _register() -> None:
     _refuse_rival()
     _check_build()
 

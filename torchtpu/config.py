@@ -64,6 +64,10 @@ KNOBS: Mapping[str, Knob] = {
         Knob("cache_dir", "", str, "where; empty: torchtpu in the user's cache directory", True),
         Knob("cache_max_bytes", 10 << 30, "bytes", "above this the cache drops what was used longest ago", True),
         Knob("cache_trusted_dirs", "", str, "more cache directories to read, separated by colons", True),
+        Knob("target", "", str, "pass for this TPU, such as v5e:2x2; `torchtpu warm --target` sets it", True),
+        Knob("journal", "", str, "directory for a line about every program; `torchtpu warm` sets it", True),
+        Knob("reads", "run", "run|standin|error", "how reads are answered; `torchtpu warm --reads` sets it", True),
+        Knob("max_steps", 0, int, "end the process after this many optimizer steps; 0: never", True),
         Knob("num_compile_threads", 0, int, "threads that compile; 0: one per two cores", True),
     )
 }

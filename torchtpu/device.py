@@ -122,11 +122,11 @@ def get_device_properties(device: Any = None) -> DeviceProperties:
     """The device's name, memory and version."""
     index = device_index(device)
     platform = startup.platform()
-    if platform == "cpu":
+    chip = startup.chip(index)
+    if chip is not None:
+        platform, name, version = "tpu", chip.kind, chip.version
+    elif platform == "cpu":
         name, version = f"XLA:CPU on {_machine.machine()}", (0, 0)
-    elif platform == "tpu":
-        chip = startup.chip(index)
-        name, version = chip.name, chip.version
     else:
         name, version = startup.engine().device_name(index), (0, 0)
     cores = len(os.sched_getaffinity(0)) if platform == "cpu" else 1

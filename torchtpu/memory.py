@@ -137,11 +137,12 @@ def total_memory(device: int) -> int:
     limit = config.get("memory_limit")
     if limit:
         return int(limit)
-    platform = startup.platform()
-    if platform == "cpu":
+    chip = startup.chip(device)
+    if chip is not None:
+        return chip.nbytes
+    if startup.platform() == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(_C.device_count())
-    known = startup.chip(device).nbytes if platform == "tpu" else 0
-    return known or int(startup.engine().memory_bytes(device))
+    return int(startup.engine().memory_bytes(device))
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

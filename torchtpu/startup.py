@@ -10,36 +10,21 @@ import atexit
 import functools
 import os
 import threading
+from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchtpu import config, fallback
 from torchtpu.ops import composed
 from torchtpu.runtime import _C
+from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.counters import Counters
 
 _GOOGLE = "0x1ae0"
-
-
-class Chip(NamedTuple):
-    """A kind of TPU chip, as one device of it."""
-
-    name: str
-    nbytes: int
-    version: tuple[int, int]
-
-
-_CHIPS = {  # by PCI device id
-    "0x0027": Chip("TPU v3", 16 << 30, (3, 0)),
-    "0x005e": Chip("TPU v4", 32 << 30, (4, 0)),
-    "0x0063": Chip("TPU v5 lite", 16 << 30, (5, 0)),
-    "0x0062": Chip("TPU v5", 95 << 30, (5, 1)),
-    "0x006f": Chip("TPU v6 lite", 32 << 30, (6, 0)),
-    "0x0076": Chip("TPU7x", 96 << 30, (7, 0)),
-}
+_CHIPS = {chip.pci_id: chip for chip in CHIPS.values()}
 
 
 class LazyEngine:
@@ -157,10 +142,13 @@ def chips() -> tuple[Chip, ...]:
     return tuple(found)
 
 
-def chip(device: int) -> Chip:
-    """The chip of a device; one without a name where the platform is tpu and no chip is on the PCI bus."""
-    found = chips()
-    return found[device % len(found)] if found else Chip("TPU", 0, (0, 0))
+def chip(device: int) -> Chip | None:
+    """The TPU that a device is, or that it passes for (knob target); None where that is none or unknown."""
+    target: str = config.get("target")
+    if target:
+        return find_chip(target)[0]
+    found = chips() if platform() == "tpu" else ()
+    return found[device % len(found)] if found else None
 
 
 @functools.cache
@@ -178,6 +166,8 @@ def start() -> None:
     composed.install()
     _C.set_engine(_lazy)
     register_optimizer_step_post_hook(_mark_step)
+    if config.get("max_steps"):
+        register_optimizer_step_pre_hook(_StepLimit(config.get("max_steps")))
     # Backward runs in the thread that calls it: 10 % faster, and one recorder sees the whole step.
     torch._C._set_multithreading_enabled(False)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
@@ -185,6 +175,9 @@ def start() -> None:
 
 
 def _count_devices() -> int:
+    target: str = config.get("target")
+    if target:
+        return devices_of_host(*find_chip(target))
     where = platform()
     if where == "cpu":
         return max(1, config.get("num_devices"))
@@ -215,18 +208,49 @@ def _apply(name: str, value: Any) -> None:
         _C.set_limits(*(config.get(knob) for knob in ("max_region_ops", "max_region_bytes", "max_in_flight")))
 
 
+class _StepLimit:
+    """Ends the process, as sys.exit does, where an optimizer would take one step too many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken: Counter[int] = Counter()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._taken[id(optimizer)] == self._most:
+            raise SystemExit(0)
+        self._taken[id(optimizer)] += 1
+
+
 def _mark_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _C.mark_boundary("optimizer.step")
 
 
+def open_store() -> Any:
+    """The cache that the knobs ask for: what code set counts too, so the environment alone does not decide."""
+    from torchtpu.compiler_cache import open_store
+
+    knobs = ("cache", "cache_dir", "cache_max_bytes", "cache_trusted_dirs")
+    return open_store({**os.environ, **{config.KNOBS[name].variable: str(config.get(name)) for name in knobs}})
+
+
+def served_ops() -> dict[str, str]:
+    """Of every op name that is recorded the one whose lowering serves it."""
+    return _lazy.served
+
+
 def _make_engine(lazy: LazyEngine) -> Any:
     from torchtpu import ops
-    from torchtpu.compiler_cache import open_store
     from torchtpu.runtime.engine import Engine
+    from torchtpu.runtime.manifest import Journal
+    from torchtpu.runtime.rehearsal import Rehearsal
 
-    # What code set counts too, so the store reads the knobs rather than the environment.
-    knobs = ("cache", "cache_dir", "cache_max_bytes", "cache_trusted_dirs")
-    environment = {**os.environ, **{config.KNOBS[name].variable: str(config.get(name)) for name in knobs}}
+    journal = Journal(config.get("journal")) if config.get("journal") else None
+    if journal is not None:
+        atexit.register(lambda: journal.note(fallbacks=fallback.cpu_fallback_counts()))
+    if config.get("reads") != "run":
+        if journal is None:
+            raise RuntimeError("TORCHTPU_READS is for `torchtpu warm`, which collects programs: use its option --reads")
+        return Rehearsal(journal, lazy.counters, _C.current_line, answers=config.get("reads") == "standin")
     return Engine(
         platform=platform(),
         num_devices=_C.device_count(),
@@ -236,8 +260,9 @@ def _make_engine(lazy: LazyEngine) -> Any:
         context=ops.Context,
         counters=lazy.counters,
         knob=config.get,
-        store=open_store(environment),
+        store=open_store(),
         release=_C.drain,
+        journal=journal,
     )
 
 

@@ -1,0 +1,100 @@
+"""Rehearsing: in come the recorder's callbacks, out goes a journal of programs; nothing is compiled or run.
+
+Stands in for the engine where a program is to be collected without a device. Values are shapes without memory; a read
+is answered with zeros, or refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .calls import results_of
+from .counters import Counters
+from .manifest import Journal, Outcome
+from .region import Base, Program
+
+_KEPT_BYTES = 1 << 20  # an upload this small is kept: reading it back is no guess
+
+
+class StandIn:
+    """A device array that is only described; `value` where it is known."""
+
+    __slots__ = ("base", "value")
+
+    def __init__(self, base: Base, value: torch.Tensor | None = None) -> None:
+        self.base = base
+        self.value = value
+
+
+class Rehearsal:
+    """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise."""
+
+    def __init__(self, journal: Journal, counters: Counters, line: Any, *, answers: bool) -> None:
+        self.counters = counters
+        self._journal = journal
+        self._line = line
+        self._answers = answers
+
+    def close(self) -> None:
+        """Nothing runs here."""
+
+    def plan(self, plan: Any) -> None:
+        """Notes the plan's program; its executable is what it would return."""
+        program = plan.program
+        identity = self._journal.program(program, torch.get_float32_matmul_precision())
+        self._journal.outcome(Outcome(identity, "recorded"))
+        self.counters.regions_planned += 1
+        plan.ready(_outputs(program))
+
+    def launch(self, work: Any) -> None:
+        """Describes the program's outputs."""
+        self.counters.launches += 1
+        work.done([StandIn(base) for base in work.executable], None)
+
+    def upload(self, tensor: torch.Tensor, device: int) -> Any:
+        """Describes the tensor; a small one is kept."""
+        self.counters.uploads += 1
+        base = Base(tuple(tensor.shape), tensor.dtype)
+        return StandIn(base, tensor if tensor.nbytes <= _KEPT_BYTES else None)
+
+    def download(self, array: StandIn) -> torch.Tensor:
+        """The value where it is known, else zeros; RuntimeError where reads are refused."""
+        self.counters.downloads += 1
+        if array.value is not None:
+            return array.value
+        line = self._line()
+        if not self._answers:
+            raise RuntimeError(
+                f"a result of the device is read at {line}, and nothing runs here (--reads=error). "
+                "Let programs run on this machine's CPU with --reads=run, or answer with zeros with --reads=standin."
+            )
+        self._journal.guessed(line)
+        return torch.zeros(array.base.shape, dtype=array.base.dtype)
+
+    def resolve(self, guard: Any) -> None:
+        """Nothing ran, so nothing failed."""
+
+    def finish(self, device: int) -> None:
+        """Nothing runs."""
+
+    def waiting(self, info: str, seconds: float) -> None:
+        """Nothing is waited for."""
+
+    def memory_bytes(self, device: int) -> int:
+        """Unknown."""
+        return 0
+
+    def device_name(self, device: int) -> str:
+        """Nothing is there."""
+        return "none"
+
+
+def _outputs(program: Program) -> list[Base]:
+    """The array of each of the program's outputs."""
+    bases = {~i: base for i, base in enumerate(program.inputs)}
+    for op in program.ops:
+        for made in results_of(op):
+            bases[made.value] = made.base
+    return [bases[value] for value in program.outputs]

@@ -1,0 +1,38 @@
+"""The command line: in come a subcommand and its arguments, out goes its exit status.
+
+0: done; 1: what was asked for failed in part or in whole; 2: the command line is wrong; `run` and `warm` pass on the
+status of the user's own command.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from torchtpu._autoload import failure
+from torchtpu.cli.cache import cache
+from torchtpu.cli.doctor import doctor
+from torchtpu.cli.run import run
+from torchtpu.cli.warm import warm
+
+app = typer.Typer(
+    name="torchtpu",
+    help="PyTorch on XLA devices.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+app.command(context_settings=_OTHERS_OPTIONS)(run)
+app.command(context_settings=_OTHERS_OPTIONS)(warm)
+app.add_typer(cache, name="cache")
+app.command()(doctor)
+
+
+def main() -> None:
+    """Runs the subcommand that sys.argv names, and exits."""
+    error = failure()
+    if error is not None and "doctor" not in sys.argv[1:2]:
+        sys.exit(f"torchtpu: {error}")
+    app(prog_name="torchtpu")

@@ -1,0 +1,134 @@
+"""Worker processes: in come recorded programs, out comes what became of each, as it becomes known.
+
+A compiler that crashes takes its process along and no other: the program counts as failed and a new process goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+
+class Done(NamedTuple):
+    """What became of a program; `note` is what the cache notes of it, its cost included where the compiler says one."""
+
+    outcome: str  # "hit", "compiled" or "failed"
+    digest: str = ""
+    milliseconds: float = 0.0
+    nbytes: int = 0
+    is_stored: bool = False
+    error: str = ""
+    note: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+Answer = Callable[[str, Done], None]
+
+
+class Pool:
+    """Up to `jobs` workers for one target ("": this machine); `answer(identity, done)` is called from their threads.
+
+    `close` waits for what was submitted; leaving the block by an error kills the workers.
+    """
+
+    def __init__(self, target: str, jobs: int, environment: Mapping[str, str], answer: Answer) -> None:
+        self._command = [sys.executable, "-m", "torchtpu.cli.worker", *([target] if target else [])]
+        self._environment = dict(environment)
+        self._answer = answer
+        self._jobs: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._most = jobs
+        self._lock = threading.Lock()  # guards what follows
+        self._processes: set[subprocess.Popen[str]] = set()
+        self._is_killed = False
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, identity: str, recorded: Any) -> None:
+        """Hands over a program as a manifest's line holds it."""
+        self._jobs.put((identity, recorded))
+        if len(self._threads) < self._most:
+            thread = threading.Thread(target=self._work, name=f"torchtpu-warm-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self, tick: Callable[[], None]) -> None:
+        """Returns when everything submitted is answered; calls `tick` now and then meanwhile."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(0.2)  # in slices: Ctrl-C is heard
+                tick()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        with self._lock:
+            self._is_killed = True
+            for process in self._processes:
+                process.kill()
+
+    def _work(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="torchtpu-warm-") as folder:
+            log = Path(folder, "stderr")
+            process: subprocess.Popen[str] | None = None
+            while (job := self._jobs.get()) is not None:
+                identity, recorded = job
+                process = process or self._start(log)
+                done = None if process is None else _ask(process, recorded)
+                if done is None:
+                    done = Done("failed", error=_why(process, log))
+                    process = None
+                self._answer(identity, done)
+            if process is not None:
+                self._end(process)
+
+    def _start(self, log: Path) -> subprocess.Popen[str] | None:
+        with self._lock, log.open("w") as stderr:
+            if self._is_killed:
+                return None
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=self._environment,
+            )
+            self._processes.add(process)
+        return process
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        process.communicate()
+        with self._lock:
+            self._processes.discard(process)
+
+
+def _ask(process: subprocess.Popen[str], recorded: Any) -> Done | None:
+    """The worker's answer; None where it died."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(recorded) + "\n")
+        process.stdin.flush()
+        return Done(**json.loads(process.stdout.readline()))
+    except (OSError, ValueError):
+        return None
+
+
+def _why(process: subprocess.Popen[str] | None, log: Path) -> str:
+    """Why a worker died: the signal or status it ended with, and the last line it wrote."""
+    if process is None:
+        return "stopped"
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=10)
+    process.kill()
+    process.communicate()
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"the compiling process ended with {process.returncode}: {lines[-1] if lines else 'no message'}"

@@ -1,0 +1,119 @@
+"""A process that compiles: in come recorded programs, a line of JSON each, out goes a line about each, in order.
+
+python -m torchtpu.cli.worker [TARGET], a TPU with its topology, or nothing for this machine's own platform.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any, Protocol, TextIO
+
+import torch
+
+from torchtpu import ops, startup
+from torchtpu.cli.pool import Done
+from torchtpu.compiler_cache import DirectoryStore, Key, Store
+from torchtpu.runtime.calls import Lowerings
+from torchtpu.runtime.counters import Counters
+from torchtpu.runtime.fragments import Fragments
+from torchtpu.runtime.lower import lower
+from torchtpu.runtime.manifest import Recorded, decode_recorded
+from torchtpu.runtime.pjrt import Client, key_of
+
+
+class Builder(Protocol):
+    """Compiles program texts for one target."""
+
+    def key(self, text: str) -> Key: ...
+    def build(self, text: str) -> tuple[bytes, dict[str, Any]]: ...
+
+
+class LocalBuilder:
+    """Compiles for this machine."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def key(self, text: str) -> Key:
+        return key_of(text, self._client)
+
+    def build(self, text: str) -> tuple[bytes, dict[str, Any]]:
+        self._client.prepare(text)
+        return self._client.serialize(self._client.compile(text, 0)), {}
+
+
+class TpuBuilder:
+    """Compiles for a TPU that is not here."""
+
+    def __init__(self, target: str) -> None:
+        from torchtpu.runtime.aot import AotClient
+
+        self._client = AotClient(target)
+
+    def key(self, text: str) -> Key:
+        return key_of(text, self._client)
+
+    def build(self, text: str) -> tuple[bytes, dict[str, Any]]:
+        built = self._client.compile(text)
+        fields = built.cost._asdict()
+        fields["gaps"] = ", ".join(f"{count} {opcode}" for opcode, count in built.cost.gaps.items())
+        return built.executable, {**fields, "peak_bytes": built.cost.peak_bytes}
+
+
+class Worker:
+    """Lowers and compiles; what it makes goes to the store."""
+
+    def __init__(self, target: str, store: Store) -> None:
+        client = Client("cpu" if target else startup.platform())
+        served = startup.served_ops()
+        table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: served.get(name, name), ops.Context)
+        platform = "tpu" if target else client.lowering_platform
+        self._builder: Builder = TpuBuilder(target) if target else LocalBuilder(client)
+        self._fragments = Fragments(table, client, store, Counters(), platform)
+        self._store = store
+
+    def compile(self, recorded: Recorded) -> Done:
+        """Compiles one program, or finds it compiled; an error is part of the answer."""
+        digest = ""
+        try:
+            module = lower(recorded.program, self._fragments, recorded.precision, is_flat=recorded.is_flat)
+            key = self._builder.key(module.text)
+            digest = key.digest
+            return self._built(module.text, key)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it is this program's line of the report
+            return Done("failed", digest, error=f"{type(error).__name__}: {error}")
+
+    def _built(self, text: str, key: Key) -> Done:
+        started = time.perf_counter()
+        note: dict[str, Any] = {}
+
+        def build() -> bytes:
+            data, cost = self._builder.build(text)
+            note.update(cost, build_ms=round((time.perf_counter() - started) * 1e3, 3))
+            return data
+
+        data = self._store.get_or_build(key, build, note)
+        milliseconds = (time.perf_counter() - started) * 1e3
+        kept = self._store.find(key.kind, key.digest) if isinstance(self._store, DirectoryStore) else None
+        told = note if kept is None else dict(kept.note)
+        outcome = "compiled" if note else "hit"
+        return Done(outcome, key.digest, milliseconds, len(data), kept is not None, "", told)
+
+
+def main(arguments: list[str], lines: TextIO) -> None:
+    """Answers each line of `lines` on the standard output, until they end."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    torch.set_num_threads(1)
+    worker = Worker(arguments[0] if arguments else "", startup.open_store())
+    for line in lines:
+        done = worker.compile(decode_recorded(json.loads(line)))
+        answers.write(json.dumps(done._asdict()) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], sys.stdin)
