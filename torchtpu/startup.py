@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchtpu import config, fallback
@@ -54,10 +55,13 @@ class LazyEngine:
 
     def infer(self, name: str, args: Any) -> Any:
         from torchtpu.ops.registry import find
+        from torchtpu.runtime.calls import schema_of
 
-        infer = find(self.served.get(name, name)).infer
-        assert infer is not None, f"{name} has no shape inference"
-        return infer(*args)
+        entry = find(self.served.get(name, name))
+        assert entry.infer is not None, f"{name} has no shape inference"
+        taken = len(schema_of(entry.name).arguments)
+        made = entry.infer(*args[:taken])
+        return _resized(made, args[taken:]) if args[taken:] else made
 
     def fallback(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
         fallback.report(name, dtype, line, nbytes)
@@ -94,6 +98,16 @@ class _Process:
 
     was_in_use_at_fork = False
     is_in_bad_fork = False
+
+
+def _resized(made: Any, outs: Any) -> Any:
+    """The meta tensors `outs` as an op leaves them that writes results like `made` into them."""
+    for result, out in zip([made] if isinstance(made, torch.Tensor) else made, outs, strict=True):
+        if out.shape != result.shape:
+            _maybe_resize_out(out, result.shape)
+            out.as_strided_(result.shape, result.stride())
+        _safe_copy_out(copy_from=result, copy_to=out, exact_dtype=True)
+    return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 _lazy = LazyEngine()
@@ -192,7 +206,7 @@ def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool]
     from torchtpu import ops
 
     ops.load()
-    where = {"gpu": "cuda"}.get(platform(), platform())
+    where = "tpu" if config.get("target") else {"gpu": "cuda"}.get(platform(), platform())
     only = {name: entry for (name, place), entry in ops.PLATFORM_LOWERINGS.items() if place == where}
     table = {**only, **ops.LOWERINGS}
     return [

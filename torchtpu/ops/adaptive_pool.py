@@ -132,7 +132,7 @@ def fractional_max_pool(self, kernel_size, output_size, random_samples):
     lead = self.shape[: self.ndim - rank]
     x = self.reshape(math.prod(lead), *self.shape[-rank:])
     place = jnp.zeros((1, *[1] * rank), jnp.int32)
-    samples = opmath(random_samples).reshape(x.shape[0], rank)
+    samples = opmath(random_samples).reshape(-1, rank)[: x.shape[0]]  # there may be more than one image needs
     flat = jnp.zeros((x.shape[0], *[1] * (2 * rank)), jnp.int32)
     for i, (kernel, count) in enumerate(zip(kernel_size, output_size, strict=True)):
         # PyTorch stores the samples of the innermost dimension first.

@@ -10,6 +10,8 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 from torchtpu.ops.matmul import precision_of
 from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
 
@@ -132,16 +134,58 @@ def _computed(ctx: Any, *arrays: Any) -> Any:
     return [opmath(a) for a in arrays] if ctx.platform == "cpu" else arrays
 
 
-@lowering("convolution")
+def _infer_convolution(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    if min(padding) < 0:
+        raise RuntimeError("negative padding is not supported")
+    if min(dilation) <= 0:
+        raise RuntimeError("dilation should be greater than zero")
+    return torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+
+@lowering("convolution", infer=_infer_convolution)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *, ctx):
     window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
     x, w = _computed(ctx, input, weight)
-    if transposed:
+    if transposed and jnp.issubdtype(x.dtype, jnp.integer):
+        made = _transposed_integers(x, w, window, groups, ctx.results[0][0])
+    elif transposed:
         image = jax.ShapeDtypeStruct(ctx.results[0][0], x.dtype)
         (made,) = jax.linear_transpose(lambda image: _convolve(image, w, window, groups, ctx), image)(x)
     else:
         made = _convolve(x, w, window, groups, ctx)
     return made if bias is None else made + bias.astype(made.dtype).reshape(-1, *[1] * (weight.ndim - 2))
+
+
+def _transposed_integers(x: Any, weight: Any, window: _Window, groups: int, shape: tuple[int, ...]) -> Any:
+    """The sum over the kernel of shifted images a stride apart: jax transposes functions of floating numbers only."""
+    inputs = jnp.stack(jnp.split(x, groups, 1), 0)
+    kernels = jnp.stack(jnp.split(weight, groups, 0), 0)
+    reach = [
+        max((n - 1) * s + (k - 1) * d + 1, o + low)
+        for n, k, s, d, o, (low, _) in zip(
+            x.shape[2:], weight.shape[2:], window.stride, window.dilation, shape[2:], window.padding, strict=True
+        )
+    ]
+    made = jnp.zeros((*shape[:2], *reach), x.dtype)
+    for place in itertools.product(*map(range, weight.shape[2:])):
+        part = jnp.einsum("gni...,gio->ngo...", inputs, kernels[(..., *place)])
+        where = [
+            slice(i * d, i * d + (n - 1) * s + 1, s)
+            for i, d, n, s in zip(place, window.dilation, x.shape[2:], window.stride, strict=True)
+        ]
+        made = made.at[(..., *where)].add(part.reshape(x.shape[0], -1, *x.shape[2:]))
+    starts = [low for low, _ in window.padding]
+    return lax.slice(made, (0, 0, *starts), (*shape[:2], *(b + n for b, n in zip(starts, shape[2:], strict=True))))
 
 
 @lowering("convolution_backward")

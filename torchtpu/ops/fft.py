@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from torchtpu.ops.registry import jnp, lax, lowering
 
 
@@ -33,14 +35,39 @@ def _c2c(x: Any, dims: list[int], forward: bool) -> Any:
     return x
 
 
-@lowering("_fft_c2c")
+def _laid_out(self: torch.Tensor, dim: Any, sizes: Any, dtype: torch.dtype, keep_last: bool = False) -> torch.Tensor:
+    """An array with the strides of the CPU; PyTorch's meta kernels answer for CUDA."""
+    from torch._meta_registrations import _exec_fft, _sort_dims
+
+    order = _sort_dims(self, dim, exclude_last=keep_last)
+    made: torch.Tensor = _exec_fft(self.new_empty(sizes, dtype=dtype), self, sizes, order, forward=True)
+    return made
+
+
+def _infer_c2c(self: torch.Tensor, dim: Any, normalization: int, forward: bool) -> torch.Tensor:
+    made = torch.ops.aten._fft_c2c(self, dim, normalization, forward)
+    return _laid_out(self, dim, made.shape, made.dtype) if dim else made
+
+
+def _infer_r2c(self: torch.Tensor, dim: Any, normalization: int, onesided: bool) -> torch.Tensor:
+    made = torch.ops.aten._fft_r2c(self, dim, normalization, onesided)
+    return _laid_out(self, dim, made.shape, made.dtype, keep_last=True)
+
+
+def _infer_c2r(self: torch.Tensor, dim: Any, normalization: int, last_dim_size: int) -> torch.Tensor:
+    made = torch.ops.aten._fft_c2r(self, dim, normalization, last_dim_size)
+    half = _infer_c2c(self, dim[:-1], normalization, forward=False)
+    return _laid_out(half, dim[-1:], made.shape, made.dtype)
+
+
+@lowering("_fft_c2c", infer=_infer_c2c)
 def fft_c2c(self, dim, normalization, forward):
     if not dim or not self.size:
         return self
     return _scale(_c2c(self, list(dim), forward), [self.shape[d] for d in dim], normalization)
 
 
-@lowering("_fft_r2c")
+@lowering("_fft_r2c", infer=_infer_r2c)
 def fft_r2c(self, dim, normalization, onesided):
     dims = list(dim)
     sizes = [self.shape[d] for d in dims]
@@ -51,7 +78,7 @@ def fft_r2c(self, dim, normalization, onesided):
     return _scale(_c2c(half, dims[:-1], True), sizes, normalization)
 
 
-@lowering("_fft_c2r")
+@lowering("_fft_c2r", infer=_infer_c2r)
 def fft_c2r(self, dim, normalization, last_dim_size):
     dims = list(dim)
     sizes = [self.shape[d] for d in dims[:-1]] + [last_dim_size]

@@ -230,7 +230,13 @@ def _flat(ctx: Context, x: Any, index: Any) -> Any:
     return wrapped(ctx, index, x.size, f"out of range: tried to access index on a tensor of {x.size} elements.")
 
 
-@lowering("masked_scatter")
+def _infer_masked_scatter(self: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"masked_scatter_ only supports boolean masks, but got mask with dtype {mask.dtype}")
+    return torch.ops.aten.masked_scatter(self, mask, source)
+
+
+@lowering("masked_scatter", infer=_infer_masked_scatter)
 def masked_scatter(x, mask, source, *, ctx):
     shape = jnp.broadcast_shapes(x.shape, mask.shape)
     x, mask, source = jnp.broadcast_to(x, shape), jnp.broadcast_to(mask, shape) != 0, source.reshape(-1)

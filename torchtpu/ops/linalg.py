@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, lowering
+from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, lowering, opmath
 
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # torch's stubs lack it
 
@@ -334,7 +334,7 @@ def linalg_lstsq(self, b, rcond=None, *, driver=None, ctx):
 def linalg_matrix_exp(self):
     if not self.size:
         return self
-    flat = self.reshape(-1, *self.shape[-2:])
+    flat = opmath(self).reshape(-1, *self.shape[-2:])
     with jax.default_matmul_precision("highest"):
         return jax.vmap(lambda a: jax.scipy.linalg.expm(a, max_squarings=64))(flat).reshape(self.shape)
 

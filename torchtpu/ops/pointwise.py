@@ -317,7 +317,13 @@ def logit_backward(grad_output, self, eps=None, *, ctx):
 # Complex numbers
 
 
-@pointwise("complex")
+def _infer_complex(real: torch.Tensor, imag: torch.Tensor) -> torch.Tensor:
+    if real.dtype != imag.dtype:
+        raise RuntimeError(f"Expected object of scalar type {real.dtype} but got scalar type {imag.dtype}")
+    return torch.complex(real, imag)
+
+
+@pointwise("complex", infer=_infer_complex)
 def complex_(real, imag):
     return lax.complex(*jnp.broadcast_arrays(real, imag))
 

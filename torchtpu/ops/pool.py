@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch._prims_common import suggest_memory_format
 
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
@@ -175,11 +177,7 @@ def _divide(x: Any, windows: list[Windows], count_include_pad: bool, divisor: An
             padded = np.minimum(start + w.size, w.length + w.padding) - start
             inside = np.minimum(start + w.size, w.length) - np.maximum(start, 0)
             divisor = divisor[..., None] * (padded if count_include_pad else inside)
-    return (
-        x // jnp.asarray(divisor, x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.integer)
-        else x / jnp.asarray(divisor, x.dtype)
-    )
+    return lax.div(x, jnp.broadcast_to(jnp.asarray(divisor, x.dtype), x.shape))  # integers round towards zero
 
 
 @lowering("avg_pool2d_backward")
@@ -211,7 +209,13 @@ def _avg_pool_backward(grad: Any, windows: list[Windows], count_include_pad: boo
     return made
 
 
-@lowering("max_unpool2d")
+def _infer_unpool2d(self: torch.Tensor, indices: torch.Tensor, output_size: Any) -> torch.Tensor:
+    """PyTorch's meta kernel forgets the memory format."""
+    made = torch.ops.aten.max_unpool2d(self, indices, output_size)
+    return made if self.dim() < 4 else made.contiguous(memory_format=suggest_memory_format(self))
+
+
+@lowering("max_unpool2d", infer=_infer_unpool2d)
 def max_unpool2d(self, indices, output_size, *, ctx):
     return _max_unpool(2, self, indices, output_size, ctx)
 

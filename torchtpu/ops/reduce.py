@@ -102,9 +102,11 @@ def amin(x, dim=None, keepdim=False):
     return jnp.min(x, axes(dim, x.ndim), keepdims=keepdim)
 
 
-@lowering("_aminmax", infer=torch.aminmax)
-@lowering("_aminmax.dim", infer=lambda x, dim, keepdim=False: torch.aminmax(x, dim=dim, keepdim=keepdim))
-@lowering("aminmax")
+def _infer_aminmax(self: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    return torch.aminmax(self, dim=dim, keepdim=keepdim)
+
+
+@lowering("aminmax", "_aminmax", "_aminmax.dim", infer=_infer_aminmax)
 def aminmax(x, dim=None, keepdim=False):
     return amin(x, dim, keepdim), amax(x, dim, keepdim)
 

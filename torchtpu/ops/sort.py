@@ -8,17 +8,26 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
 COMPARE_ALL_LIMIT = 1 << 20  # comparisons up to which counting beats a binary search of gathers
 
 
-@lowering("sort")
+def _infer_sort(self: torch.Tensor, *options: Any) -> Any:
+    """The functional form: PyTorch's meta kernel of the out= form forgets the strides of what is written."""
+    if len(options) == 3:
+        return torch.ops.aten.sort(self, stable=options[0], dim=options[1], descending=options[2])
+    return torch.ops.aten.sort(self, *options)
+
+
+@lowering("sort", infer=_infer_sort)
 def sort(x, dim=-1, descending=False):
     return sort_stable(x, stable=True, dim=dim, descending=descending)
 
 
-@lowering("sort.stable")
+@lowering("sort.stable", infer=_infer_sort)
 def sort_stable(x, *, stable=None, dim=-1, descending=False):
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
@@ -122,7 +131,13 @@ def searchsorted(sequence, x, *, out_int32=False, right=False, side=None, sorter
     return _positions(sequence, x, right or side == "right")
 
 
-@lowering("bucketize.Tensor", "bucketize.Scalar")
+def _infer_bucketize(x: Any, boundaries: torch.Tensor, out_int32: bool = False, right: bool = False) -> torch.Tensor:
+    if boundaries.dim() != 1:
+        raise RuntimeError(f"boundaries tensor must be 1 dimension, but got dim({boundaries.dim()})")
+    return torch.bucketize(x, boundaries, out_int32=out_int32, right=right)
+
+
+@lowering("bucketize.Tensor", "bucketize.Scalar", infer=_infer_bucketize)
 def bucketize(x, boundaries, *, out_int32=False, right=False):
     return _positions(boundaries, x, right)
 
