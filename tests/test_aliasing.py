@@ -110,11 +110,13 @@ def repeat(count: int, strategy: st.SearchStrategy[object], one: Callable[..., N
     example()
 
 
-MODES = ("deferred", "sync", "threads")
+# `capped`: regions end every few ops, wherever the cap's choice of place falls
+MODES = ("deferred", "sync", "threads", "capped")
 
 
 def run_programs(engine: str, mode: str, count: int, length: int) -> None:
-    with engine_of(engine), config.using(fallback="silent", sync=mode == "sync"):
+    caps = {"max_region_ops": 6} if mode == "capped" else {}
+    with engine_of(engine), config.using(fallback="silent", sync=mode == "sync", **caps):
         run = run_in_threads if mode == "threads" else run_in_one_thread
         run(count, length, engine == "reference")
 

@@ -251,6 +251,15 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
   s.set_nbytes(nbytes);
 }
 
+void run_unrecorded(const c10::OperatorHandle& op, Stack* stack) {
+  auto composed = op.operator_name();
+  composed.name.replace(0, composed.name.find("::"), "torchtpu_composed");
+  if (auto found = c10::Dispatcher::singleton().findSchema(composed)) {
+    return found->callBoxedForDispatchKey(c10::DispatchKey::PrivateUse1, *stack);
+  }
+  run_on_cpu(op, stack);
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   int64_t nbytes = 0;
   std::optional<at::ScalarType> dtype;

@@ -101,23 +101,31 @@ void forget_value(TpuStorage* s) {
   s->epoch = 0;
 }
 
+int32_t input_value(Recorder& r, const BufferRef& buffer, bool is_shared) {
+  auto known = static_cast<int32_t>(r.inputs.size()), slot = known;
+  if (buffer->epoch == r.epoch && buffer->slot < known && r.inputs[buffer->slot] == buffer) {
+    slot = buffer->slot;
+  } else if (is_shared) {  // another recorder may have numbered it since
+    slot = static_cast<int32_t>(std::find(r.inputs.begin(), r.inputs.end(), buffer) - r.inputs.begin());
+  }
+  if (slot == known) {
+    r.inputs.push_back(buffer);
+    buffer->regions++;
+    buffer->epoch = r.epoch;
+    buffer->slot = slot;
+  }
+  return ~slot;
+}
+
 int32_t value_of_slow(Recorder& r, TpuStorage* s) {
   if (s->recorder && s->recorder != &r) {
     if (s->value >= 0 && s->recorder->epoch == s->epoch) cut_locked(*s->recorder, "other_thread", "");
     s->is_shared = true;
   }
   if (!s->buffer) return kNoValue;
-  int32_t slot = static_cast<int32_t>(r.inputs.size());
-  if (s->is_shared) {
-    slot = static_cast<int32_t>(std::find(r.inputs.begin(), r.inputs.end(), s->buffer) - r.inputs.begin());
-  }
-  if (slot == static_cast<int32_t>(r.inputs.size())) {
-    r.inputs.push_back(s->buffer);
-    s->buffer->regions++;
-  }
   s->recorder = &r;
   s->epoch = r.epoch;
-  s->value = ~slot;
+  s->value = input_value(r, s->buffer, s->is_shared);
   return s->value;
 }
 
@@ -338,15 +346,6 @@ void add_writes(Node& node, const OpInfo& info, const IValue* args, const Inferr
   }
 }
 
-int64_t bytes_made(const Node& node) {
-  int64_t bytes = 0;
-  for (const auto& ret : node.returns) {
-    for (const auto& m : ret.tensors) bytes += m.base ? m.base->nbytes : 0;
-  }
-  for (const auto& w : node.writes) bytes += w.meta.base->nbytes;
-  return bytes;
-}
-
 uint64_t rng_increment(const Node& node) {
   uint64_t numel = 1;
   auto count = [&](const TensorMeta& m) {
@@ -368,25 +367,13 @@ bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* for
   if (!make_keys(r, info, args, node->args)) return false;
   lift_keys(info, fork, node->args);
   node->info = &info;
-  node->parent = r.at;
   node->line = std::move(line);
   int32_t next_value = r.at->next_value;
   add_returns(*node, info, inferred.results, &next_value);
   add_writes(*node, info, args, inferred, &next_value);
-  node->next_input = r.at->next_input;
-  for (const auto& key : node->args) {
-    for (const auto& t : key.tensors) {
-      if (t.value < 0 && t.value != kNoValue) node->next_input = std::max(node->next_input, ~t.value + 1);
-    }
-  }
-  node->next_value = next_value;
-  node->depth = r.at->depth + 1;
-  node->bytes = r.at->bytes + bytes_made(*node);
   if (info.random) node->rng_increment = rng_increment(*node);
-  r.trie->nodes++;
   r.shadow = const_cast<Node*>(fork);
-  r.at->last = node.get();
-  r.at->children.push_back(std::move(node));
+  add_node(*r.trie, *r.at, std::move(node), next_value);
   return true;
 }
 
@@ -484,7 +471,7 @@ bool RecordKernel::hit(const IValue* args, Results& results, bool is_retry) cons
     if (r.at->depth >= limits.max_ops) due = "max_ops";
     if (r.at->bytes >= limits.max_bytes) due = "max_bytes";
   }
-  if (C10_UNLIKELY(due != nullptr)) cut(r, due);
+  if (C10_UNLIKELY(due != nullptr)) cut_at_cap(r, due);
   if (C10_UNLIKELY(sync_mode)) synchronize(device);
   return true;
 }
@@ -502,7 +489,7 @@ void RecordKernel::call(Stack* stack) const {
       if (prepare_args(info, device, stack)) continue;
     }
     if (!learn_cleanly(recorder_for(device), info, stack->data() + stack->size() - given)) {
-      run_on_cpu(info.handle, stack);
+      run_unrecorded(info.handle, stack);
       return;
     }
     is_retry = true;

@@ -38,6 +38,8 @@ uint64_t new_epoch();
 // The value number of a storage's present value in r's region; assigns an input where it needs one.
 int32_t value_of_slow(Recorder& r, TpuStorage* s);
 inline int32_t value_of(Recorder& r, TpuStorage* s) { return s->epoch == r.epoch ? s->value : value_of_slow(r, s); }
+// The same for a buffer; `is_shared` where other recorders may read it too.
+int32_t input_value(Recorder& r, const BufferRef& buffer, bool is_shared);
 // The storage's present value is about to be replaced or dropped.  Under state_lock.
 void forget_value(TpuStorage* s);
 // Moves the present value of `from` to `to`, which takes its base too.
@@ -49,10 +51,17 @@ void refuse_in_fork();
 Recorder& recorder_for(c10::DeviceIndex device);
 std::vector<Recorder*> all_recorders();
 
+// A value that outlives its region though no storage may hold it.
+struct KeptValue {
+  int32_t value;
+  BufferRef buffer;  // set by the cut
+};
 // Ends the pending region and queues it; null where nothing was recorded.  Under state_lock.
-WorkRef cut_locked(Recorder& r, const char* reason, std::string line);
+WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vector<KeptValue>* kept = nullptr);
 // The same for the calling thread's recorder: takes the lock, wakes the launcher, waits while too much is in flight.
 WorkRef cut(Recorder& r, const char* reason);
+// Ends the pending region, which has reached a limit, where its ops look most like a place to cut.
+void cut_at_cap(Recorder& r, const char* reason);
 void mark_boundary(const char* reason);
 // Ends every pending region and forgets all op streams and their plans.
 void forget_streams();
@@ -113,5 +122,7 @@ at::Tensor flat_view(TpuStorage& s);
 
 // Runs an op on the CPU: counted, attributed, and refused where the user asked for that.
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack);
+// A call that has a lowering but cannot be recorded: the form composed of other ops, where there is one, or the CPU.
+void run_unrecorded(const c10::OperatorHandle& op, Stack* stack);
 
 }  // namespace torchtpu

@@ -54,6 +54,8 @@ struct Buffer : c10::intrusive_ptr_target {
   std::atomic<BufferState> state;
   std::atomic<int32_t> holders{0};  // storages whose present value this is; 0 lets a launch take the memory
   int32_t regions = 0;              // pending regions that read it, of any thread; under state_lock
+  uint64_t epoch = 0;               // the region that numbered it last, as input `slot`; under state_lock
+  int32_t slot = 0;
   std::atomic<int32_t> readers{0};  // threads copying it to the host; a launch that takes the memory waits for them
   PyObject* object = nullptr;       // the engine's array; null while pending and for a host tensor not yet uploaded
   PyObject* guard = nullptr;        // unresolved device-side checks, or null

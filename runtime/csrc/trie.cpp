@@ -436,4 +436,168 @@ void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys) 
   }
 }
 
+// ---- described calls
+
+namespace {
+
+Match match_tensor_keys(const TensorKey& key, const TensorKey& given, LiftedNumbers& lifted) {
+  if (key.is_none || given.is_none) return key.is_none && given.is_none ? Match::kYes : Match::kNo;
+  if (key.value != given.value || key.base != given.base || key.dtype != given.dtype ||
+      key.geometry != given.geometry) {
+    return Match::kNo;
+  }
+  if (key.is_offset_lifted) {
+    lifted.ints.push_back(given.offset);
+    return Match::kYes;
+  }
+  return key.offset == given.offset ? Match::kYes : Match::kButNumbers;
+}
+
+Match match_key(const ArgInfo& arg, const ArgKey& key, const ArgKey& given, LiftedNumbers& lifted) {
+  if (key.kind != given.kind || key.tensors.size() != given.tensors.size() ||
+      key.numbers.size() != given.numbers.size() || key.ints != given.ints) {
+    return Match::kNo;
+  }
+  Match all = Match::kYes;
+  switch (key.kind) {
+    case ArgKey::kCpuScalar:
+      if (key.dtype != given.dtype || key.is_wrapped != given.is_wrapped) return Match::kNo;
+      return match_liftable(arg, key.number, given.number, lifted);
+    case ArgKey::kNumber:
+      return match_liftable(arg, key.number, given.number, lifted);
+    case ArgKey::kRandom:
+      lifted.ints.push_back(given.number.bits);
+      lifted.ints.push_back(given.number.imaginary_bits);
+      return all;
+    case ArgKey::kOther:
+      if (key.other.isDevice() && given.other.isDevice()) {
+        return key.other.toDevice() == given.other.toDevice() ? all : Match::kNo;
+      }
+      return key.other.tagKind() == given.other.tagKind() && key.other == given.other ? all : Match::kNo;
+    default:
+      break;
+  }
+  for (size_t e = 0; e < key.tensors.size() && all != Match::kNo; e++) {
+    merge(all, match_tensor_keys(key.tensors[e], given.tensors[e], lifted));
+  }
+  for (size_t e = 0; e < key.numbers.size() && all != Match::kNo; e++) {
+    merge(all, match_liftable(arg, key.numbers[e], given.numbers[e], lifted));
+  }
+  return all;
+}
+
+// ---- hashes: equal in every process, and for every place in the region at which a loop's op is met
+
+// The shortest region that a cap makes, as a part of the longest.
+constexpr int kShortest = 8;
+
+// A hash looks back half as far as a region is long before it may be cut: it then sees the same from any start.
+int64_t reach() { return limits.max_ops / kShortest / 2; }
+constexpr int64_t kReachOfLargeOps = 2;  // where few ops make many bytes
+
+uint64_t mix(uint64_t hash, uint64_t value) {
+  hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
+  hash *= 0xff51afd7ed558ccdull;
+  return hash ^ (hash >> 32);
+}
+
+uint64_t hash_text(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
+  return hash;
+}
+
+uint64_t hash_number(const ArgInfo& arg, const NumberKey& number) {
+  bool is_fixed = !arg.is_liftable || is_structural(arg, number);
+  return mix(number.kind, is_fixed ? static_cast<uint64_t>(number.bits) : 1);
+}
+
+uint64_t hash_tensor(const TensorKey& t, int32_t next_value) {
+  uint64_t hash = mix(t.is_none, static_cast<uint64_t>(t.dtype.toScalarType()));
+  for (int64_t x : t.geometry) hash = mix(hash, static_cast<uint64_t>(x));
+  bool is_near = t.value >= 0 && next_value - t.value <= reach();  // else as if made outside
+  return mix(hash, is_near ? next_value - t.value : 0);
+}
+
+uint64_t hash_call(const Node& node, int32_t next_value) {
+  uint64_t hash = hash_text(node.info->name);
+  for (size_t i = 0; i < node.args.size(); i++) {
+    static const ArgInfo plain;
+    const ArgKey& key = node.args[i];
+    const ArgInfo& arg = i < node.info->args.size() ? node.info->args[i] : plain;
+    hash = mix(hash, key.kind);
+    if (key.kind == ArgKey::kNumber || key.kind == ArgKey::kCpuScalar) hash = mix(hash, hash_number(arg, key.number));
+    for (const auto& number : key.numbers) hash = mix(hash, hash_number(arg, number));
+    for (const auto& t : key.tensors) hash = mix(hash, hash_tensor(t, next_value));
+    for (int64_t x : key.ints) hash = mix(hash, static_cast<uint64_t>(x));
+  }
+  return hash;
+}
+
+uint64_t hash_context(const Node& node, int64_t ops) {
+  uint64_t hash = 0;
+  for (const Node* at = &node; ops-- > 0 && at->info; at = at->parent) hash = mix(hash, at->hash);
+  return hash;
+}
+
+void count_lifted(Node& node) {
+  auto count = [&](const NumberKey& number) {
+    if (number.is_lifted) (number.kind == NumberKey::kDouble ? node.floats : node.ints)++;
+  };
+  for (const auto& key : node.args) {
+    if (key.kind == ArgKey::kRandom) node.ints += 2;
+    if (key.kind == ArgKey::kNumber || key.kind == ArgKey::kCpuScalar) count(key.number);
+    for (const auto& number : key.numbers) count(number);
+    for (const auto& t : key.tensors) node.ints += t.is_offset_lifted;
+  }
+}
+
+int64_t bytes_made(const Node& node) {
+  int64_t bytes = 0;
+  for (const auto& ret : node.returns) {
+    for (const auto& m : ret.tensors) bytes += m.base ? m.base->nbytes : 0;
+  }
+  for (const auto& w : node.writes) bytes += w.meta.base->nbytes;
+  return bytes;
+}
+
+}  // namespace
+
+Match match_keys(const Node& node, const OpInfo& info, const std::vector<ArgKey>& given, LiftedNumbers& lifted) {
+  if (node.info != &info) return Match::kNo;
+  Match all = Match::kYes;
+  for (size_t i = 0; i < node.args.size() && all != Match::kNo; i++) {
+    static const ArgInfo plain;
+    merge(all, match_key(i < info.args.size() ? info.args[i] : plain, node.args[i], given[i], lifted));
+  }
+  return all;
+}
+
+Node* add_node(Trie& trie, Node& parent, std::unique_ptr<Node> node, int32_t next_value) {
+  node->parent = &parent;
+  node->next_input = parent.next_input;
+  for (const auto& key : node->args) {
+    for (const auto& t : key.tensors) {
+      if (t.value < 0 && t.value != kNoValue) node->next_input = std::max(node->next_input, ~t.value + 1);
+    }
+  }
+  node->next_value = next_value;
+  node->depth = parent.depth + 1;
+  node->bytes = parent.bytes + bytes_made(*node);
+  node->floats = parent.floats;
+  node->ints = parent.ints;
+  count_lifted(*node);
+  node->hash = hash_call(*node, parent.next_value);
+  node->best = parent.best;
+  bool has_many = node->depth >= limits.max_ops / kShortest, has_large = node->bytes >= limits.max_bytes / kShortest;
+  if (has_many || has_large) {
+    node->context = hash_context(*node, has_many ? reach() : kReachOfLargeOps);
+    if (!node->best || node->context >= node->best->context) node->best = node.get();
+  }
+  trie.nodes++;
+  parent.last = node.get();
+  parent.children.push_back(std::move(node));
+  return parent.last;
+}
+
 }  // namespace torchtpu

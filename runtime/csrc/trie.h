@@ -115,7 +115,11 @@ struct Node {
   int32_t depth = 0;       // ops up to here
   int64_t bytes = 0;       // bytes produced up to here
   uint64_t rng_increment = 0;
-  std::string line;  // where the op was first recorded
+  int32_t floats = 0, ints = 0;  // lifted numbers up to here
+  uint64_t hash = 0;             // of the op, its geometry and how far back its arguments were made
+  uint64_t context = 0;          // of the last ops' hashes
+  Node* best = nullptr;          // where a cap that strikes here cuts; null while the region is too short
+  std::string line;              // where the op was first recorded
   std::vector<std::unique_ptr<Node>> children;
   Node* last = nullptr;                      // the child taken last time
   std::vector<std::shared_ptr<Plan>> plans;  // programs that end here, by live set and donation
@@ -148,5 +152,10 @@ Match match_node(Recorder& r, const Node& node, const OpInfo& info, const IValue
 bool make_keys(Recorder& r, const OpInfo& info, const IValue* args, std::vector<ArgKey>& keys);
 // Lifts, in `keys`, what differs from `fork` (a node that matches but for numbers) and what `info.lifts` says.
 void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys);
+
+// The same for a call that has been described already; numbers of `given` are the call's own.
+Match match_keys(const Node& node, const OpInfo& info, const std::vector<ArgKey>& given, LiftedNumbers& lifted);
+// Hangs `node`, whose op, arguments, results and line are set, below `parent`.
+Node* add_node(Trie& trie, Node& parent, std::unique_ptr<Node> node, int32_t next_value);
 
 }  // namespace torchtpu
