@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
+
+import torch
+from torch._prims_common import dtype_to_type
 
 from torchtpu.ops.pointwise import EXPONENTS
 from torchtpu.ops.registry import LOWERINGS, jnp, lowering, opmath
@@ -56,6 +60,15 @@ EACH = {
     "trunc": ("_foreach_trunc",),
     "zero": ("_foreach_zero",),
 }
+# PyTorch's meta kernels let these values pass, which the CPU refuses: op -> the types of refused elements.
+REFUSED: dict[str, tuple[type, ...]] = {
+    "addcdiv": (int, bool),
+    "clamp_max": (complex,),
+    "clamp_min": (complex,),
+    "maximum": (complex,),
+    "minimum": (complex,),
+    "sub.Tensor": (bool,),
+}
 STRUCTURAL = {"_foreach_pow.Scalar": {"exponent": EXPONENTS}, "_foreach_pow.ScalarList": {"exponent": EXPONENTS}}
 
 
@@ -69,9 +82,28 @@ def each(entry, ctx, *args, **kwargs):
     return made
 
 
+def _refusing(name: str, refused: tuple[type, ...]) -> Any:
+    """Shape inference of a list op that raises where an element of its lists, or what goes with them, is `refused`."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload)
+    given = [a.name for a in op._schema.arguments]
+
+    def infer(self: list[torch.Tensor], other: Any, *rest: Any) -> Any:
+        others = other if isinstance(other, (list, tuple)) else [other]
+        elements = [*self, *(others if given[1] != "ord" else [])]
+        types = {dtype_to_type(e.dtype) if isinstance(e, torch.Tensor) else type(e) for e in elements}
+        if not types.isdisjoint(refused):
+            raise RuntimeError(f"{name} takes no such elements")
+        return op(self, other, **dict(zip(given[2:], rest, strict=True)))
+
+    return infer
+
+
 def _register(single, name):
     # reduce.py and special.py may lower the single op: it is looked up when the op is traced.
-    @lowering(name, structural=STRUCTURAL.get(name, {}), lifts=True)
+    infer = _refusing(name, REFUSED[single]) if single in REFUSED else None
+
+    @lowering(name, structural=STRUCTURAL.get(name, {}), lifts=True, infer=infer)
     def lowered(*args, ctx, **kwargs):
         return each(LOWERINGS[single], ctx, *args, **kwargs)
 
@@ -88,7 +120,7 @@ def foreach_clone(self, *, memory_format=None):
     return list(self)
 
 
-@lowering("_foreach_norm.Scalar", structural={"ord": None})
+@lowering("_foreach_norm.Scalar", structural={"ord": None}, infer=_refusing("_foreach_norm.Scalar", (int, bool)))
 def foreach_norm(self, ord=2, dtype=None, *, ctx):
     norm = LOWERINGS["linalg_vector_norm"]
     made = []
