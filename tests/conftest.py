@@ -16,7 +16,9 @@ OUTCOME = pytest.StashKey[pytest.CallInfo[None]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run the long versions of the tests (about an hour)")
+    parser.addoption("--full", action="store_true", help="also run the long versions of the tests (some hours)")
+    parser.addoption("--shard", default="0/1", metavar="I/N", help="of the long version of test_opinfo.py")
+    parser.addoption("--results", metavar="FILE", help="where test_opinfo.py keeps its results and goes on from")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
