@@ -5,6 +5,7 @@ On the CPU platform XLA calls LAPACK, on TPU its own expansions; `info` outputs 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -278,8 +279,18 @@ def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None, ctx):
         made = [empty(ctx, i) for i in range(3)]
         return [x if i == 1 or not x.size else _eye_like(x) for i, x in enumerate(made)]
     if not compute_uv:
-        return empty(ctx, 0), lax.linalg.svd(A, compute_uv=False), empty(ctx, 2)
-    return lax.linalg.svd(A, full_matrices=full_matrices)
+        return empty(ctx, 0), _svd(A, ctx, compute_uv=False), empty(ctx, 2)
+    return _svd(A, ctx, full_matrices=full_matrices)
+
+
+def _svd(x: Any, ctx: Any, **options: bool) -> Any:
+    svd = functools.partial(lax.linalg.svd, **options)
+    if ctx.platform != "tpu" or x.dtype != jnp.float32:
+        return svd(x)
+    # With 64-bit types on, JAX's algorithm for TPUs multiplies float32 by int64, which their compiler refuses.
+    with jax.enable_x64(False):
+        exported = jax.export.export(jax.jit(svd), platforms=["tpu"])(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return exported.call(x)
 
 
 def _eye_like(x: Any) -> Any:
@@ -316,7 +327,7 @@ def linalg_lstsq(self, b, rcond=None, *, driver=None, ctx):
     # too, since only the device knows it.
     is_vector = self.ndim - 1 == b.ndim and self.shape[:-1] == b.shape
     a, b = _broadcast_batch((self, 2), (b[..., None] if is_vector else b, 2))
-    u, s, vh = lax.linalg.svd(a, full_matrices=False)
+    u, s, vh = _svd(a, ctx, full_matrices=False)
     cut = jnp.finfo(s.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond
     kept = s > jnp.asarray(cut, s.dtype) * s[..., :1]
     scaled = matmul(adjoint(u), b) * jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)[..., None]
