@@ -21,11 +21,9 @@ def _integral(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.integer)) or x.dtype == bool
 
 
-def _summand(x: Any, dtype: torch.dtype | None) -> Any:
-    """`x` in the dtype a sum or product accumulates in: int64 for integers and bool, float32 for bfloat16."""
-    if dtype is not None:
-        return opmath(as_dtype(x, dtype))
-    return x.astype(jnp.int64) if _integral(x) else opmath(x)
+def summand(x: Any, ctx: Any) -> Any:
+    """`x` in the dtype of the result, or of the tensor written to; half precision accumulates in float32."""
+    return opmath(as_dtype(x, ctx.results[0][1]))
 
 
 def _count(x: Any, dims: tuple[int, ...]) -> int:
@@ -33,25 +31,25 @@ def _count(x: Any, dims: tuple[int, ...]) -> int:
 
 
 @lowering("sum", "sum.dim_IntList")
-def sum_dim(x, dim=None, keepdim=False, *, dtype=None):
-    return jnp.sum(_summand(x, dtype), axes(dim, x.ndim), keepdims=keepdim)
+def sum_dim(x, dim=None, keepdim=False, *, dtype=None, ctx):
+    return jnp.sum(summand(x, ctx), axes(dim, x.ndim), keepdims=keepdim)
 
 
 @lowering("nansum")
-def nansum(x, dim=None, keepdim=False, *, dtype=None):
-    return jnp.sum(_summand(jnp.where(jnp.isnan(x), 0, x), dtype), axes(dim, x.ndim), keepdims=keepdim)
+def nansum(x, dim=None, keepdim=False, *, dtype=None, ctx):
+    return jnp.sum(summand(jnp.where(jnp.isnan(x), 0, x), ctx), axes(dim, x.ndim), keepdims=keepdim)
 
 
 @lowering("mean", "mean.dim")
-def mean(x, dim=None, keepdim=False, *, dtype=None):
+def mean(x, dim=None, keepdim=False, *, dtype=None, ctx):
     dims = axes(dim, x.ndim)
-    total = jnp.sum(opmath(x if dtype is None else as_dtype(x, dtype)), dims, keepdims=keepdim)
+    total = jnp.sum(summand(x, ctx), dims, keepdims=keepdim)
     return total / jnp.asarray(_count(x, dims), total.real.dtype)
 
 
 @lowering("prod", "prod.dim_int")
-def prod(x, dim=None, keepdim=False, *, dtype=None):
-    return jnp.prod(_summand(x, dtype), axes(dim, x.ndim), keepdims=keepdim)
+def prod(x, dim=None, keepdim=False, *, dtype=None, ctx):
+    return jnp.prod(summand(x, ctx), axes(dim, x.ndim), keepdims=keepdim)
 
 
 @lowering("count_nonzero", "count_nonzero.dim_IntList")
@@ -85,8 +83,8 @@ def hash_tensor(x, dim=(), *, keepdim=False, mode=0):
 
 
 @lowering("trace")
-def trace(x):
-    return jnp.sum(_summand(jnp.diagonal(x), None))
+def trace(x, *, ctx):
+    return jnp.sum(summand(jnp.diagonal(x), ctx))
 
 
 # Extremes.  NaN is larger and smaller than everything; the index of an extreme is that of its first occurrence.

@@ -6,17 +6,18 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import as_dtype, jnp, lax, lowering, opmath
+from torchtpu.ops.reduce import summand
+from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
 
 @lowering("cumsum")
-def cumsum(x, dim, *, dtype=None):
-    return _running(lax.cumsum, _summand(x, dtype), dim)
+def cumsum(x, dim, *, dtype=None, ctx):
+    return _running(lax.cumsum, summand(x, ctx), dim)
 
 
 @lowering("cumprod")
-def cumprod(x, dim, *, dtype=None):
-    return _running(lax.cumprod, _summand(x, dtype), dim)
+def cumprod(x, dim, *, dtype=None, ctx):
+    return _running(lax.cumprod, summand(x, ctx), dim)
 
 
 @lowering("_logcumsumexp", infer=lambda x, dim: torch.empty_like(x))
@@ -36,12 +37,6 @@ def cummax(x, dim):
 @lowering("cummin")
 def cummin(x, dim):
     return _record(lax.cummin, x, dim)
-
-
-def _summand(x: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is not None:
-        return opmath(as_dtype(x, dtype))
-    return opmath(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.int64)
 
 
 def _running(function: Any, x: Any, dim: int) -> Any:
