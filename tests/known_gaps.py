@@ -1,8 +1,43 @@
-"""Ops that differ from PyTorch on the CPU: (name, dtype) -> why. A gap that has closed fails the run.
+"""Ops that differ from PyTorch on the CPU: (name, dtype) -> a mode that shows it, and why. A closed gap fails the run.
 
 A name is one of `opinfo_checks.txt`, or that of a lowering with "aten::" before it.
 """
 
 from __future__ import annotations
 
-KNOWN_GAPS: dict[tuple[str, str], str] = {}
+from typing import NamedTuple
+
+
+class Gap(NamedTuple):
+    """Why an op differs, and a mode in which it does."""
+
+    reason: str
+    mode: str = "forward"
+
+
+HALF = "bfloat16 float16"
+FLOATING = f"float32 float64 {HALF}"
+ALL = f"{FLOATING} int64 int32 int16 int8 uint8 bool complex64 complex128"
+
+SPARSE = Gap("sparse tensors have no storage on the device")
+NO_COMPLEX32 = Gap("XLA has no complex32")
+STATISTICS = Gap("in eval mode statistics are returned, as on CUDA; the CPU returns none")
+WIDE_STATISTICS = Gap("the statistics of half precision are float32, as on CUDA; the CPU rounds them")
+
+_BY_NAME: tuple[tuple[str, str, Gap], ...] = (
+    ("sparse.sampled_addmm", "float32 float64 complex64 complex128", SPARSE),
+    ("sparse.mm.reduce", FLOATING, SPARSE),
+    ("to_sparse", ALL, SPARSE),
+    ("chalf", ALL, NO_COMPLEX32),
+    ("complex", "float16", NO_COMPLEX32),
+    ("nonzero_static", ALL, Gap("the strides of the CPU's result depend on the data")),
+    ("native_batch_norm", FLOATING, STATISTICS),
+    ("_native_batch_norm_legit", FLOATING, STATISTICS),
+    ("_batch_norm_with_update", HALF, WIDE_STATISTICS),
+    ("native_layer_norm", HALF, WIDE_STATISTICS),
+    ("aten::_native_batch_norm_legit_no_training", "float32 bfloat16", STATISTICS),
+)
+
+KNOWN_GAPS: dict[tuple[str, str], Gap] = {
+    (name, dtype): gap for name, dtypes, gap in _BY_NAME for dtype in dtypes.split()
+}

@@ -18,6 +18,8 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "nonzero": (lambda x: (x.nonzero(), x[0].nonzero(), x.t().nonzero(), x[1].nonzero(), x[0, 0].nonzero()), DATA),
     "where": (lambda x: (*torch.where(x > 1), torch.argwhere(x > 1)), DATA),
     "masked_select": (lambda x: (x.masked_select(x > 0), x.masked_select(x[:, :1] == 1), x.masked_select(x > 9)), DATA),
+    "mask": (lambda x: (x[x > 0], x[x[:, 0] > 0], x[:, x[0] > 0], x.t()[:, x[:, 0] > 0], x[x[0] > 9]), DATA),
+    "mask and numbers": (lambda x: (x[x[0] > 0, torch.tensor([1, 2], device=x.device)], x[x[0] > 0, x[0] > 0]), DATA),
     "unique": (lambda x: torch.unique(x, return_inverse=True, return_counts=True), DATA),
     "unique_dim": (lambda x: torch.unique(x, dim=1, return_inverse=True, return_counts=True), POINTS),
     "unique_consecutive": (lambda x: torch.unique_consecutive(x, return_inverse=True, return_counts=True), NUMBERS),
@@ -51,8 +53,8 @@ def test_results_are_those_of_the_cpu_and_made_on_the_device(name: str) -> None:
     [
         (lambda x: x.masked_select(x[0, :3] > 0), "must match the size"),
         (lambda x: x.masked_select(x), "expected BoolTensor"),
-        (lambda x: torch.nonzero(x, out=torch.empty(0, device=x.device)), "Expected out tensor to have scalar"),
         (lambda x: torch.bincount(x.flatten()), "not implemented for 'Float'"),
+        (lambda x: torch.nonzero(x, out=torch.empty(0, device=x.device)), "Expected out tensor to have scalar"),
         (lambda x: torch.bincount(-x[0].long()), "non-negative"),
         (lambda x: torch.repeat_interleave(-x[0].long()), "repeats can not be negative"),
         (lambda x: torch.unique(x[:, :0], dim=0), "There are 0 sized dimensions"),
@@ -62,6 +64,12 @@ def test_errors_are_those_of_the_cpu(call: Callable[[torch.Tensor], Any], messag
     for device in ("cpu", "tpu"):
         with pytest.raises(RuntimeError, match=message):
             call(DATA.to(device))
+
+
+def test_a_mask_that_does_not_fit_is_refused() -> None:
+    for device in ("cpu", "tpu"):
+        with pytest.raises(IndexError, match=r"The shape of the mask \[3\] at index 0 does not match .* \[4, 4\]"):
+            DATA.to(device)[torch.ones(3, dtype=torch.bool, device=device)]
 
 
 def test_a_wrong_output_size_fails_the_next_read() -> None:
@@ -111,7 +119,7 @@ def test_writing_through_a_mask_needs_no_count() -> None:
 def test_gradients_flow_through_a_mask() -> None:
     def gradient(device: str) -> torch.Tensor:
         x = DATA.to(device).requires_grad_()
-        (x.masked_select(x > 0).pow(2).sum() + x.repeat_interleave((x[0] > 0).long() + 1, 0).sum()).backward()
+        (x.masked_select(x > 0).pow(2).sum() + x[x > 1].exp().sum() + x.repeat_interleave((x[0] > 0).long() + 1, 0).sum()).backward()
         assert x.grad is not None
         return x.grad.cpu()
 

@@ -234,3 +234,17 @@ def test_dirichlet_gradient_is_pytorchs_or_better() -> None:
         got = LOWERINGS["_dirichlet_grad"].function(jnp.asarray(x), jnp.asarray(a), jnp.asarray(total))
         want = torch._dirichlet_grad(x, a, total)  # itself good to 2e-3
         torch.testing.assert_close(torch.from_numpy(jax.device_get(got).copy()), want, rtol=4e-3, atol=1e-9)
+
+
+def test_complex_uniform_numbers_fill_a_square() -> None:
+    drawn = draw("uniform", zeros(dtype="complex64"), 2.0, 3.0)
+    for part in (drawn.real, drawn.imag):
+        assert 2 <= part.min() < 2.01
+        assert 2.99 < part.max() < 3
+    assert abs(float(jnp.corrcoef(drawn.real, drawn.imag)[0, 1])) < 0.03
+
+
+def test_draws_into_a_dtype_that_has_none_are_refused_at_the_call() -> None:
+    for name, dtype in (("uniform_", torch.int32), ("random_", torch.complex64), ("bernoulli_", torch.complex64)):
+        with pytest.raises(NotImplementedError, match="not implemented for"):
+            getattr(torch.zeros(3, dtype=dtype, device="tpu"), name)()

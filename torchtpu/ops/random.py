@@ -86,8 +86,23 @@ def _scaled(x: Any, factor: Any, shift: Any) -> Any:
     return x * jnp.asarray(factor, x.dtype) + jnp.asarray(shift, x.dtype)
 
 
-@lowering("uniform", lifts=True)
+def _of(*kinds: str) -> Any:
+    """Shape inference for draws into a tensor; raises where its dtype is none of "real", "complex" and "integer"."""
+
+    def infer(self: torch.Tensor, *_: Any) -> torch.Tensor:
+        kind = "real" if self.is_floating_point() else "complex" if self.is_complex() else "integer"
+        if kind not in kinds:
+            raise NotImplementedError(f"no random numbers of {self.dtype}")
+        return torch.empty_like(self)
+
+    return infer
+
+
+@lowering("uniform", lifts=True, infer=_of("real", "complex"))
 def uniform_op(self, low=0.0, high=1.0, *, generator):
+    if jnp.iscomplexobj(self):
+        parts = uniform_op(jnp.stack([self.real, self.imag], -1), low, high, generator=generator)
+        return lax.complex(parts[..., 0], parts[..., 1])
     drawn = opmath(uniform(generator, self.shape, self.dtype))
     low, high = (jnp.asarray(v, self.dtype) for v in (low, high))
     inside = (drawn * (high - low).astype(drawn.dtype) + low.astype(drawn.dtype)).astype(self.dtype)
@@ -159,17 +174,17 @@ def _largest(dtype: Any) -> int:
     return int(jnp.iinfo(dtype).max)
 
 
-@lowering("random")
+@lowering("random", infer=_of("real", "integer"))
 def random(self, *, generator):
     return _integers(generator, self.shape, 0, _largest(self.dtype) + 1)
 
 
-@lowering("random.to")
+@lowering("random.to", infer=_of("real", "integer"))
 def random_to(self, to, *, generator):
     return _integers(generator, self.shape, 0, to)
 
 
-@lowering("random.from")
+@lowering("random.from", infer=_of("real", "integer"))
 def random_from(self, low, to, *, generator):
     return _integers(generator, self.shape, low, (_largest(self.dtype) + 1 if to is None else to) - low)
 
@@ -203,7 +218,7 @@ def bernoulli_p(self, p, *, generator):
     return _below(generator, self.shape, p)
 
 
-@lowering("bernoulli_.float", lifts=True)
+@lowering("bernoulli_.float", lifts=True, infer=_of("real", "integer"))
 def bernoulli_float_(self, p=0.5, *, generator):
     return _below(generator, self.shape, p)
 
@@ -228,10 +243,11 @@ def native_dropout(input, p, train, *, generator):
 @lowering("native_dropout_backward", lifts=True)
 def native_dropout_backward(grad_output, mask, scale):
     grad = opmath(grad_output)
+    grad = grad if jnp.issubdtype(grad.dtype, jnp.inexact) else grad.astype(jnp.float32)
     return grad * (mask.astype(grad.dtype) * jnp.asarray(scale, grad.dtype))
 
 
-@lowering("rrelu_with_noise", "rrelu_with_noise_")
+@lowering("rrelu_with_noise", "rrelu_with_noise_", infer=_of("real"))
 def rrelu_with_noise(self, noise, lower=0.125, upper=1 / 3, training=False, generator=None):
     x = opmath(self)
     if not training:
@@ -268,7 +284,7 @@ def multinomial(self, num_samples, replacement=False, *, generator, ctx):
     return jnp.minimum(found, last[:, None]).astype(jnp.int64).reshape(*p.shape[:-1], num_samples)
 
 
-@lowering("poisson")
+@lowering("poisson", infer=_of("real"))
 def poisson(self, generator=None, *, ctx):
     ctx.check(self >= 0, "invalid Poisson rate, expected rate to be non-negative", RuntimeError)
     return jax.random.poisson(jax_key(generator), opmath(self), self.shape, jnp.int64)
@@ -284,7 +300,7 @@ def binomial(count, prob, generator=None):
     return jax.random.binomial(jax_key(generator), count.astype(dtype), prob.astype(dtype), count.shape, dtype)
 
 
-@lowering("_standard_gamma")
+@lowering("_standard_gamma", infer=_of("real"))
 def standard_gamma(self, generator=None):
     return _gamma(generator, self)
 
