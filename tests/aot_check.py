@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import resource
-import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,10 @@ import lowering_check
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
-_BATCH = 24  # lowerings compiled as one module: a module costs more than a lowering
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
+_BATCH = 16  # lowerings compiled as one module: a module costs more than a lowering
+_SECONDS, _MORE_SECONDS = 30, 5  # of processor time, for a module and for each lowering in it
+_NBYTES = 6 << 30
 
 
 class Sample(NamedTuple):
@@ -80,7 +85,7 @@ def lowered(samples: Sequence[Sample]) -> str:
 def refused(samples: Sequence[Sample], compile: Any) -> Iterator[tuple[Sample, str]]:
     """The samples that cannot be lowered or compiled, each with its error; halves a batch that fails."""
     try:
-        compile(lowered(samples))
+        compile(lowered(samples), len(samples))
     except Exception as error:  # whatever it is, it belongs to one of these
         if len(samples) == 1:
             yield samples[0], lowering_check._first_line(error)
@@ -93,21 +98,23 @@ def refused(samples: Sequence[Sample], compile: Any) -> Iterator[tuple[Sample, s
 class Compiler:
     """A process with libtpu in it: the compiler may crash, or take memory and time without end."""
 
-    def __init__(self, target: str, seconds: float = 120, nbytes: int = 6 << 30) -> None:
-        self._target, self._seconds, self._nbytes = target, seconds, nbytes
+    def __init__(self, target: str) -> None:
+        self._target = target
         self._process: subprocess.Popen[str] | None = None
 
-    def compile(self, text: str) -> None:
-        """Raises RuntimeError where the text is not compiled in time."""
+    def compile(self, text: str, lowerings: int = 1) -> None:
+        """Raises RuntimeError where the text is not compiled within the limits."""
         process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(text) + "\n")
+        seconds = _SECONDS + _MORE_SECONDS * lowerings
+        process.stdin.write(json.dumps([text, seconds]) + "\n")
         process.stdin.flush()
-        is_answered = select.select([process.stdout], [], [], self._seconds)[0]
-        answer = process.stdout.readline() if is_answered else ""
+        answer = process.stdout.readline()
         if not answer:
+            status = process.wait()
             self.close()
-            raise RuntimeError(f"no answer: {'it crashed' if is_answered else f'{self._seconds} s have passed'}")
+            why = f"{seconds} s of processor time" if status == -signal.SIGXCPU else f"status {status}"
+            raise RuntimeError(f"the compiler's process ended: {why}")
         if json.loads(answer):
             raise RuntimeError(json.loads(answer))
 
@@ -122,7 +129,7 @@ class Compiler:
         from torchtpu.runtime import aot
 
         return subprocess.Popen(
-            [sys.executable, __file__, "--serve", self._target, str(self._nbytes)],
+            [sys.executable, __file__, "--serve", self._target],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -131,16 +138,18 @@ class Compiler:
         )
 
 
-def serve(target: str, nbytes: int) -> None:
+def serve(target: str) -> None:
     """Compiles each text that comes in and answers with its error, or with an empty text."""
     from torchtpu.runtime.aot import AotClient
 
     client = AotClient(target)
-    resource.setrlimit(resource.RLIMIT_AS, (nbytes + _mapped_bytes(), resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (_NBYTES + _mapped_bytes(), resource.RLIM_INFINITY))
     for line in sys.stdin:
         error = ""
+        text, seconds = json.loads(line)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + seconds, resource.RLIM_INFINITY))
         try:
-            client.compile(json.loads(line))
+            client.compile(text)
         except Exception as caught:
             error = lowering_check._first_line(caught)
         print(json.dumps(error), flush=True)
@@ -152,7 +161,7 @@ def _mapped_bytes() -> int:
 
 def main() -> int:
     if sys.argv[1:2] == ["--serve"]:
-        serve(sys.argv[2], int(sys.argv[3]))
+        serve(sys.argv[2])
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="ATen names (add.Tensor) or packets (add); none: every lowering")

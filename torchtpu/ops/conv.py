@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtpu.ops.matmul import precision_of
+from torchtpu.ops.matmul import contract, precision_of
 from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
 
 # Below this many output pixels XLA:CPU's convolution costs up to 140 times torch's, while copied patches and one dot
@@ -157,7 +157,7 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
     window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
     x, w = _computed(ctx, input, weight)
     if transposed and jnp.issubdtype(x.dtype, jnp.integer):
-        made = _transposed_integers(x, w, window, groups, ctx.results[0][0])
+        made = _transposed_integers(x, w, window, groups, ctx)
     elif transposed:
         image = jax.ShapeDtypeStruct(ctx.results[0][0], x.dtype)
         (made,) = jax.linear_transpose(lambda image: _convolve(image, w, window, groups, ctx), image)(x)
@@ -166,8 +166,9 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
     return made if bias is None else made + bias.astype(made.dtype).reshape(-1, *[1] * (weight.ndim - 2))
 
 
-def _transposed_integers(x: Any, weight: Any, window: _Window, groups: int, shape: tuple[int, ...]) -> Any:
+def _transposed_integers(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
     """The sum over the kernel of shifted images a stride apart: jax transposes functions of floating numbers only."""
+    shape = ctx.results[0][0]
     inputs = jnp.stack(jnp.split(x, groups, 1), 0)
     kernels = jnp.stack(jnp.split(weight, groups, 0), 0)
     reach = [
@@ -178,7 +179,8 @@ def _transposed_integers(x: Any, weight: Any, window: _Window, groups: int, shap
     ]
     made = jnp.zeros((*shape[:2], *reach), x.dtype)
     for place in itertools.product(*map(range, weight.shape[2:])):
-        part = jnp.einsum("gni...,gio->ngo...", inputs, kernels[(..., *place)])
+        part = contract(inputs, kernels[(..., *place)], ((2,), (1,)), ((0,), (0,)), ctx)
+        part = jnp.moveaxis(part, (0, -1), (1, 2))
         where = [
             slice(i * d, i * d + (n - 1) * s + 1, s)
             for i, d, n, s in zip(place, window.dilation, x.shape[2:], window.stride, strict=True)

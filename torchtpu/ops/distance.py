@@ -107,6 +107,9 @@ def pdist_backward(grad, self, p, pdist):
 
 @lowering("_trilinear")
 def trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1, *, ctx):
+    if jnp.issubdtype(i1.dtype, jnp.integer):
+        i1, i2, i3 = (jnp.expand_dims(i, dims) for i, dims in ((i1, expand1), (i2, expand2), (i3, expand3)))
+        return (i1 * i2 * i3).sum(tuple(sumdim))
     rank = i1.ndim + len(expand1)
     letters = "abcdefghijklmnopqrstuvwxyz"[:rank]
     missing = ["".join(letters[d] for d in dims) for dims in (expand1, expand2, expand3)]

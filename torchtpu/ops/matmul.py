@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torchtpu.ops.registry import as_dtype, jax, jax_dtype, jnp, lax, lowering, opmath
@@ -18,6 +19,8 @@ def precision_of(dtype: Any, precision: str) -> Any:
 
 def contract(x: Any, y: Any, over: Any, batch: Any, ctx: Any) -> Any:
     """`lax.dot_general` of arrays of one dtype; float16 and bfloat16 accumulate in, and return, float32."""
+    if ctx.platform == "tpu" and x.dtype in (jnp.int64, jnp.uint64):
+        return _products_summed(x, y, over, batch)
     half = x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating)
     return lax.dot_general(
         x,
@@ -26,6 +29,20 @@ def contract(x: Any, y: Any, over: Any, batch: Any, ctx: Any) -> Any:
         precision=precision_of(x.dtype, ctx.precision),
         preferred_element_type=jnp.float32 if half else x.dtype,
     )
+
+
+def _products_summed(x: Any, y: Any, over: Any, batch: Any) -> Any:
+    """As `lax.dot_general`, which the TPU compiler refuses for 64-bit integers; it fuses this and stores no product."""
+
+    def rows(array: Any, summed: Any, shared: Any) -> tuple[Any, tuple[int, ...]]:
+        free = [d for d in range(array.ndim) if d not in (*summed, *shared)]
+        shape = tuple(array.shape[d] for d in free)
+        ordered = array.transpose(*shared, *free, *summed)
+        return ordered.reshape(*(array.shape[d] for d in shared), math.prod(shape), -1), shape
+
+    (left, left_shape), (right, right_shape) = rows(x, over[0], batch[0]), rows(y, over[1], batch[1])
+    made = (left[..., :, None, :] * right[..., None, :, :]).sum(-1)
+    return made.reshape(*(x.shape[d] for d in batch[0]), *left_shape, *right_shape)
 
 
 def product(x: Any, y: Any, ctx: Any) -> Any:
@@ -63,6 +80,38 @@ def mm_dtype(self, mat2, out_dtype, *, ctx):
 def int_mm(self, mat2):
     over = (((1,), (0,)), ((), ()))
     return lax.dot_general(self, mat2, over, preferred_element_type=jnp.int32)
+
+
+def _spread(scale: Any, shape: tuple[int, ...]) -> Any:
+    """A scale per block of an array, as one per element."""
+    if scale.size == 1:
+        return scale.reshape((1,) * len(shape)).astype(jnp.float32)
+    for axis, size in enumerate(shape):
+        scale = scale if scale.shape[axis] == 1 else jnp.repeat(scale, size // scale.shape[axis], axis)
+    return scale.astype(jnp.float32)
+
+
+@lowering("_scaled_mm")
+def scaled_mm(
+    self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False, *, ctx
+):
+    over = (((1,), (0,)), ((), ()))
+    if scale_a.shape[1:] in ((), (1,)) and scale_b.shape[:1] in ((), (1,)):
+        made = lax.dot_general(self, mat2, over, preferred_element_type=jnp.float32)
+        made = made * _spread(scale_a, made.shape) * _spread(scale_b, made.shape)
+    else:
+        a, b = (x.astype(jnp.float32) * _spread(s, x.shape) for x, s in ((self, scale_a), (mat2, scale_b)))
+        made = contract(a, b, *over, ctx)
+    if bias is not None:
+        made = made + bias.astype(made.dtype)
+    is_scaled = scale_result is not None and ctx.results[0][1].itemsize == 1
+    return made * scale_result.astype(made.dtype) if is_scaled else made
+
+
+@lowering("_weight_int8pack_mm")
+def weight_int8pack_mm(self, mat2, scales, *, ctx):
+    made = contract(opmath(self), mat2.astype(opmath(self).dtype), ((1,), (1,)), ((), ()), ctx)
+    return made * scales.astype(made.dtype)
 
 
 @lowering("dot")
