@@ -9,6 +9,7 @@ before any skip.  It is the denominator of every percentage.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_optimizers import optim_db
+from torch.utils._pytree import tree_leaves
 
 LIST = Path(__file__).with_suffix(".txt")
 DTYPES = (
@@ -70,7 +72,8 @@ def subjects(kind: str) -> dict[str, Any]:
 def _op_modes(info: Any) -> Iterator[tuple[str, list[str]]]:
     supported = _names(info.supported_dtypes("cpu"))
     yield "forward", supported
-    yield "noncontiguous", supported
+    if _takes_tensors(info, supported[0]):
+        yield "noncontiguous", supported
     if info.supports_out and not info.name.startswith("_foreach"):
         yield "out", supported
     if info.get_inplace() is not None:
@@ -82,6 +85,11 @@ def _op_modes(info: Any) -> Iterator[tuple[str, list[str]]]:
             yield "gradgrad", [d for d in backward if d in TWICE_DIFFERENTIATED]
     if info.error_inputs_func is not None and list(info.error_inputs("cpu")):
         yield "error", [NO_DTYPE]
+
+
+def _takes_tensors(info: Any, dtype: str) -> bool:
+    samples = itertools.islice(info.sample_inputs("cpu", getattr(torch, dtype), requires_grad=False), 20)
+    return any(isinstance(t, torch.Tensor) for s in samples for t in tree_leaves([s.input, s.args, s.kwargs]))
 
 
 def _module_modes(info: Any) -> Iterator[tuple[str, list[str]]]:

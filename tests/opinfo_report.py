@@ -53,7 +53,7 @@ def page(results: dict[str, Result]) -> str:
     by_dtype = sorted(checks, key=lambda c: (*DTYPES, NO_DTYPE).index(c.dtype))
     by_mode = sorted(checks, key=lambda c: c.kind, reverse=True)
     fallbacks = sorted({op for result in results.values() for op in result.fallbacks})
-    gaps = [f"| {name} | {dtype} | {reason} |" for (name, dtype), reason in sorted(KNOWN_GAPS.items())]
+    gaps = [f"| {name} | {dtype} | {gap.reason} |" for (name, dtype), gap in sorted(KNOWN_GAPS.items())]
     return "\n".join(
         [
             INTRODUCTION.format(count=len(checks), torch=torch.__version__),

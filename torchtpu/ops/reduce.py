@@ -42,9 +42,11 @@ def nansum(x, dim=None, keepdim=False, *, dtype=None, ctx):
 
 @lowering("mean", "mean.dim")
 def mean(x, dim=None, keepdim=False, *, dtype=None, ctx):
-    dims = axes(dim, x.ndim)
-    total = jnp.sum(summand(x, ctx), dims, keepdims=keepdim)
-    return total / jnp.asarray(_count(x, dims), total.real.dtype)
+    return _average(summand(x, ctx), axes(dim, x.ndim), keepdim)
+
+
+def _average(x: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
+    return jnp.sum(x, dims, keepdims=keepdim) / jnp.asarray(_count(x, dims), x.real.dtype)
 
 
 @lowering("prod", "prod.dim_int")
@@ -164,7 +166,7 @@ def std_mean(x, dim=None, *, correction=None, keepdim=False):
 
 def _moments(x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple[Any, Any]:
     x, dims = opmath(x), axes(dim, x.ndim)
-    center = mean(x, dims, keepdim=True)
+    center = _average(x, dims, keepdim=True)
     distance = x - center
     squares = jnp.sum((distance * distance.conj()).real, dims, keepdims=keepdim)
     freedom = max(_count(x, dims) - (1 if correction is None else correction), 0)
