@@ -10,7 +10,7 @@ if __name__ != "torchtpu.compiler_cache":
 
 from .bundle import BundleError, Imported, export_bundle, import_bundle
 from .catalog import EntryFile, Nearest
-from .entry import DamagedEntry
+from .entry import DamagedEntry, Note
 from .key import Difference, Key, difference, explain, fingerprint
 from .locate import default_directory, open_store, parse_nbytes
 from .store import DirectoryStore, NullStore, Stats, Store
@@ -26,6 +26,7 @@ __all__ = [
     "Imported",
     "Key",
     "Nearest",
+    "Note",
     "NullStore",
     "Stats",
     "Store",

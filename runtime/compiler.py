@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchtpu.compiler_cache import Key, Store
+from torchtpu.compiler_cache import Key, Note, Store
 
 from .counters import Counters
 
@@ -55,10 +55,12 @@ class Compiler:
         self._max_threads = max(1, threads)
         self._threads: list[threading.Thread] = []
 
-    def submit(self, text: str, key: Key, device: int, *, is_needed_now: bool = True) -> Future[Loaded]:
+    def submit(
+        self, text: str, key: Key, device: int, note: Note | None = None, *, is_needed_now: bool = True
+    ) -> Future[Loaded]:
         """The executable of `text` on `device`, now or later; what is needed now is compiled first.
 
-        A build that failed is forgotten: who asks again builds again.
+        A build that failed is forgotten: who asks again builds again. `note` is kept beside what is stored.
         """
         flight_key = key.digest, device
         with self._condition:
@@ -70,7 +72,7 @@ class Compiler:
             if self._is_closed:
                 raise RuntimeError("the compiler is shut down")
             flight = self._flights[flight_key] = Future()
-            job = lambda: self._build(flight_key, flight, text, key, device)
+            job = lambda: self._build(flight, text, key, device, note)
             heapq.heappush(self._jobs, (0 if is_needed_now else 1, next(self._number), job))
             if self._idle == 0 and len(self._threads) < self._max_threads:
                 thread = threading.Thread(target=self._work, name=f"torchtpu-compile-{len(self._threads)}", daemon=True)
@@ -108,12 +110,12 @@ class Compiler:
                 _, _, job = heapq.heappop(self._jobs)
             job()
 
-    def _build(self, flight_key: tuple[str, int], flight: Future[Loaded], text: str, key: Key, device: int) -> None:
+    def _build(self, flight: Future[Loaded], text: str, key: Key, device: int, note: Note | None) -> None:
         try:
-            loaded = self._load_or_compile(text, key, device)
+            loaded = self._load_or_compile(text, key, device, note)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the waiters have to hear of it
             with self._condition:
-                self._flights.pop(flight_key, None)
+                self._flights.pop((key.digest, device), None)
             flight.set_exception(error)
             return
         flight.set_result(loaded)
@@ -122,7 +124,7 @@ class Compiler:
             for old in done[: max(0, len(self._flights) - self._capacity)]:
                 del self._flights[old]
 
-    def _load_or_compile(self, text: str, key: Key, device: int) -> Loaded:
+    def _load_or_compile(self, text: str, key: Key, device: int, note: Note | None) -> Loaded:
         self._client.prepare(text)
         if not self._store.keeps:
             self._counters.cache_misses += 1
@@ -134,7 +136,7 @@ class Compiler:
             return self._client.serialize(built[0].executable)
 
         started = time.perf_counter()
-        data = self._store.get_or_build(key, build)
+        data = self._store.get_or_build(key, build, note)
         if built:
             self._counters.cache_misses += 1
             return built[0]
@@ -143,7 +145,7 @@ class Compiler:
         except Exception as error:  # noqa: BLE001 -- whatever the loader dislikes is a miss
             self._counters.cache_load_failures += 1
             self._store.discard(key, f"{type(error).__name__}: {error}")
-            self._store.get_or_build(key, build)
+            self._store.get_or_build(key, build, note)
             return built[0] if built else self._compile(text, device)
         self._counters.cache_hits_disk += 1
         milliseconds = (time.perf_counter() - started) * 1e3

@@ -11,10 +11,7 @@ import sys
 import typer
 
 from torchtpu._autoload import failure
-from torchtpu.cli.cache import cache
-from torchtpu.cli.doctor import doctor
-from torchtpu.cli.run import run
-from torchtpu.cli.warm import warm
+from torchtpu.cli import cache, doctor, run, warm
 
 app = typer.Typer(
     name="torchtpu",
@@ -24,10 +21,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-app.command(context_settings=_OTHERS_OPTIONS)(run)
-app.command(context_settings=_OTHERS_OPTIONS)(warm)
-app.add_typer(cache, name="cache")
-app.command()(doctor)
+app.command(context_settings=_OTHERS_OPTIONS)(run.run)
+app.command(context_settings=_OTHERS_OPTIONS)(warm.warm)
+app.add_typer(cache.cache, name="cache")
+app.command()(doctor.doctor)
 
 
 def main() -> None:

@@ -1,0 +1,109 @@
+"""In: recorded programs. Out: the same programs from a manifest, and journals that survive a kill."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtpu.runtime import manifest
+from torchtpu.runtime.manifest import (
+    Journal,
+    ManifestError,
+    Outcome,
+    Recorded,
+    decode_recorded,
+    read_lines,
+    write_lines,
+)
+from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+
+BASE = Base((2, 3), torch.float32)
+OPERAND = Operand(-1, (3, 2), (1, 3), Lifted("i", 0), torch.float32, BASE)
+ARGUMENTS = (
+    OPERAND,
+    None,
+    True,
+    3,
+    -0.0,
+    math.inf,
+    "text",
+    complex(1, -2),
+    torch.bfloat16,
+    torch.strided,
+    torch.channels_last,
+    torch.device("tpu", 1),
+    Scalar(Lifted("f", 2), torch.float64, wrapped=True),
+    Random(Lifted("i", 1), Lifted("i", 2)),
+    (OPERAND, (1, 2.5), ()),
+)
+RESULT = Result(0, (2,), (1,), torch.int64, Base((2,), torch.int64))
+WRITE = Write(0, None, 1, (2, 3), (3, 1), 0, torch.float32, BASE, replaces=True)
+OP = Op("add_.Tensor", ARGUMENTS, (RESULT, None, (RESULT, None)), (WRITE,), "train.py:3")
+PROGRAM = Program((OP,), (BASE,), (0, 1), (0,), 3, 3, "train.py:9")
+
+
+def test_a_program_is_what_it_was(tmp_path: Path) -> None:
+    recorded = Recorded(PROGRAM, "highest", is_flat=True, guessed_since="train.py:1")
+    journal = Journal(tmp_path)
+    journal.program(PROGRAM, "highest")
+    (line,) = list(read_journal(tmp_path))
+    assert decode_recorded(line["program"]).program == PROGRAM
+    assert math.copysign(1, decode_recorded(line["program"]).program.ops[0].args[4]) == -1
+    write_lines(tmp_path / "manifest", [{"identity": "", "program": manifest._encode_recorded(recorded)}], {})
+    (read,) = list(read_lines(tmp_path / "manifest"))
+    assert decode_recorded(read["program"]) == recorded
+    assert read["identity"] == recorded.identity
+
+
+def read_journal(folder: Path) -> list[dict[str, manifest.Any]]:
+    (path,) = folder.glob("*.jsonl")
+    return [manifest.json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_identity_is_what_is_compiled() -> None:
+    recorded = Recorded(PROGRAM, "highest")
+    moved = replace(PROGRAM, line="model.py:1", ops=(replace(OP, line="model.py:2"),))
+    assert Recorded(moved, "highest", guessed_since="x").identity == recorded.identity
+    for other in (
+        Recorded(PROGRAM, "medium"),
+        Recorded(PROGRAM, "highest", is_flat=True),
+        Recorded(replace(PROGRAM, outputs=(1,)), "highest"),
+        Recorded(replace(PROGRAM, ops=(replace(OP, name="sub_.Tensor"),)), "highest"),
+    ):
+        assert other.identity != recorded.identity
+
+
+def test_a_journal_tells_each_program_once_and_every_outcome(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    identity = journal.program(PROGRAM, "highest")
+    assert journal.program(PROGRAM, "highest") == identity
+    journal.outcome(Outcome(identity, "compiled", "abc", 5.0))
+    journal.guessed("train.py:4")
+    journal.guessed("train.py:5")
+    journal.program(replace(PROGRAM, outputs=(1,)), "highest")
+    journal.note(fallbacks={"aten::x": 1})
+    kinds = [next(iter(set(line) - {"identity"})) for line in read_journal(tmp_path)]
+    assert kinds == ["program", "outcome", "guessed", "program", "facts"]
+    assert read_journal(tmp_path)[3]["program"]["guessed_since"] == "train.py:4"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}\n",
+        "[]\n",
+        '{"format": "torchtpu manifest 0"}\n',
+        '{"format": "torchtpu manifest 1"}\n{}\n',
+        '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"Program": []}}}\n',
+        '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"dtype": "manual_seed"}, "precision": ""}}\n',
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest").write_text(text)
+    with pytest.raises(ManifestError):
+        list(read_lines(tmp_path / "manifest"))
