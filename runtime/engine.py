@@ -105,7 +105,8 @@ class Engine:
         if "stablehlo" in self._knob("log"):
             log.write(module.text)
         about = About(key.digest, program.line, len(program.ops), len(program.donated), _largest(program))
-        flight = self.compiler.submit(module.text, key, device)
+        note = {"line": program.line, "ops": len(program.ops)}
+        flight = self.compiler.submit(module.text, key, device, note)
         if self._journal is not None:
             _keep_journal(self._journal, program, is_flat, key.digest, flight)
         return module, about, flight

@@ -82,16 +82,18 @@ class Worker:
             module = lower(recorded.program, self._fragments, recorded.precision, is_flat=recorded.is_flat)
             key = self._builder.key(module.text)
             digest = key.digest
-            return self._built(module.text, key)
+            return self._built(module.text, key, {"line": recorded.program.line, "ops": len(recorded.program.ops)})
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is this program's line of the report
             return Done("failed", digest, error=f"{type(error).__name__}: {error}")
 
-    def _built(self, text: str, key: Key) -> Done:
+    def _built(self, text: str, key: Key, note: dict[str, Any]) -> Done:
         started = time.perf_counter()
-        note: dict[str, Any] = {}
+        is_built = False
 
         def build() -> bytes:
+            nonlocal is_built
             data, cost = self._builder.build(text)
+            is_built = True
             note.update(cost, build_ms=round((time.perf_counter() - started) * 1e3, 3))
             return data
 
@@ -99,7 +101,7 @@ class Worker:
         milliseconds = (time.perf_counter() - started) * 1e3
         kept = self._store.find(key.kind, key.digest) if isinstance(self._store, DirectoryStore) else None
         told = note if kept is None else dict(kept.note)
-        outcome = "compiled" if note else "hit"
+        outcome = "compiled" if is_built else "hit"
         return Done(outcome, key.digest, milliseconds, len(data), kept is not None, "", told)
 
 
