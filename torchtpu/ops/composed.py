@@ -14,7 +14,7 @@ from torchtpu.ops.registry import COMPOSED, LOWERINGS
 _UNRECORDED = "torchtpu_composed"
 
 # Ops that PyTorch takes apart, but whose out= form it does not.
-_WITH_OUT = ("mvlgamma", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+_WITH_OUT = ("mvlgamma", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "linalg_eigvals")
 
 _libraries: list[Any] = []  # registrations last as long as these; written at import
 
@@ -45,11 +45,14 @@ def _overload(name: str) -> Any:
 def _variants(name: str, function: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
     """The op and, unless PyTorch makes that out of the op, its out= form."""
     found = [(name, _plain(function))]
-    base, _, overload = name.partition(".")
-    out = f"{overload}_out" if overload else "out"
-    is_known = out in getattr(torch.ops.aten, base).overloads()
-    if is_known and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{base}.{out}", "CPU"):
-        found.append((f"{base}.{out}", _plain(functools.partial(_into, _overload(f"{base}.{out}"), function))))
+    base = name.partition(".")[0]
+    given = [(a.name, str(a.type)) for a in _overload(name)._schema.arguments]
+    for overload in getattr(torch.ops.aten, base).overloads():
+        out = _overload(f"{base}.{overload}")
+        arguments = [(a.name, str(a.type)) for a in out._schema.arguments if not a.is_out]
+        is_out = len(arguments) < len(out._schema.arguments) and arguments == given
+        if is_out and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{base}.{overload}", "CPU"):
+            found.append((f"{base}.{overload}", _plain(functools.partial(_into, out, function))))
     return found
 
 
