@@ -72,7 +72,7 @@ def subjects(kind: str) -> dict[str, Any]:
 def _op_modes(info: Any) -> Iterator[tuple[str, list[str]]]:
     supported = _names(info.supported_dtypes("cpu"))
     yield "forward", supported
-    if _takes_tensors(info, supported[0]):
+    if supported and _takes_tensors(info, supported[0]):
         yield "noncontiguous", supported
     if info.supports_out and not info.name.startswith("_foreach"):
         yield "out", supported
