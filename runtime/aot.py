@@ -57,7 +57,7 @@ class AotClient:
 
     platform = lowering_platform = "tpu"
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, excess_precision: bool = False) -> None:
         self.chip, self.topology = find_chip(target)
         # As on a machine with v4 chips, where the two cores of a chip are one device.
         settings = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
@@ -68,7 +68,7 @@ class AotClient:
         self.devices: list[Any] = list(described._make_compile_only_devices())
         self._client = self.devices[0].client
         self._devices = xla_client.DeviceList((self.devices[0],))
-        self._options = compile_options(self.devices[0])
+        self._options = compile_options(self.devices[0], excess_precision)
 
     @functools.cached_property
     def target(self) -> Target:

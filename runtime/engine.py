@@ -55,7 +55,7 @@ class Engine:
         journal: Journal | None = None,
     ) -> None:
         self.counters = counters
-        self.client = Client(platform, num_devices)
+        self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"))
         self._knob = knob
         store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)

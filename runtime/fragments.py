@@ -99,13 +99,15 @@ class Fragments:
 def fingerprint(function: Callable[..., Any], context: Callable[..., Any]) -> str:
     """Hash of everything that decides what a lowering traces to: its sources and the versions of torch and jax.
 
-    The sources are the module it stands in, the modules of that package which this one reaches, and the context's.
+    The sources are the module it stands in, the modules of that package which this one reaches, the context's, and
+    those that call it.
     """
     import jax
 
     home = inspect.unwrap(function).__module__
     package = home.rpartition(".")[0] or home
-    reached, waiting = {inspect.unwrap(context).__module__}, [home]
+    callers = (Tracer.__module__, parameters.__module__)
+    reached, waiting = {inspect.unwrap(context).__module__, *callers}, [home]
     while waiting:
         name = waiting.pop()
         if name in reached:

@@ -27,15 +27,13 @@ from torchtpu.compiler_cache import Key, Target, compiler_line, host_cpu_feature
 
 Aval = tuple[tuple[int, ...], torch.dtype]
 
-# Eager PyTorch rounds to bfloat16 after each op; XLA must not keep more bits between fused ops.
-_OPTIONS = (("xla_allow_excess_precision", False),)
 _POLL_SECONDS = 1e-3
 
 
 class Client:
     """One PJRT client and its devices, numbered from 0."""
 
-    def __init__(self, platform: str, num_devices: int = 1) -> None:
+    def __init__(self, platform: str, num_devices: int = 1, *, excess_precision: bool = False) -> None:
         self.platform = platform
         if platform == "cpu":
             self._client = xla_client.make_cpu_client(asynchronous=True, num_devices=num_devices)
@@ -43,7 +41,7 @@ class Client:
             self._client = jax.extend.backend.get_backend(platform)
         self.devices: list[Any] = list(self._client.local_devices())
         self._shardings = [SingleDeviceSharding(d) for d in self.devices]
-        self._options = [compile_options(d) for d in self.devices]
+        self._options = [compile_options(d, excess_precision) for d in self.devices]
 
     @property
     def lowering_platform(self) -> str:
@@ -209,12 +207,15 @@ def key_of(text: str, client: Compiles, device: int = 0) -> Key:
     return program_key(text, target, options=client.options(device), flags=flags)
 
 
-def compile_options(device: Any) -> Any:
-    """What every program is compiled with, for one device of whichever client."""
+def compile_options(device: Any, excess_precision: bool) -> Any:
+    """What every program is compiled with, for one device of whichever client.
+
+    Eager PyTorch rounds to bfloat16 after each op; with `excess_precision` XLA may keep more bits between fused ops.
+    """
     options = xla_client.CompileOptions()
     options.num_replicas = options.num_partitions = 1
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
-    options.env_option_overrides = list(_OPTIONS)
+    options.env_option_overrides = [("xla_allow_excess_precision", excess_precision)]
     return options
 
 

@@ -68,6 +68,13 @@ KNOBS: Mapping[str, Knob] = {
         Knob("journal", "", str, "directory for a line about every program; `torchtpu warm` sets it", True),
         Knob("reads", "run", "run|standin|error", "how reads are answered; `torchtpu warm --reads` sets it", True),
         Knob("max_steps", 0, int, "end the process after this many optimizer steps; 0: never", True),
+        Knob(
+            "excess_precision",
+            False,
+            bool,
+            "let fused ops keep float32 between them where eager PyTorch rounds to bfloat16 or float16",
+            True,
+        ),
         Knob("num_compile_threads", 0, int, "threads that compile; 0: one per two cores", True),
     )
 }

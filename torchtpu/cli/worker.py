@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 
 import torch
 
-from torchtpu import ops, startup
+from torchtpu import config, ops, startup
 from torchtpu.cli.pool import Done
 from torchtpu.compiler_cache import DirectoryStore, Key, Store
 from torchtpu.runtime.calls import Lowerings
@@ -51,7 +51,7 @@ class TpuBuilder:
     def __init__(self, target: str) -> None:
         from torchtpu.runtime.aot import AotClient
 
-        self._client = AotClient(target)
+        self._client = AotClient(target, excess_precision=config.get("excess_precision"))
 
     def key(self, text: str) -> Key:
         return key_of(text, self._client)
@@ -67,7 +67,8 @@ class Worker:
     """Lowers and compiles; what it makes goes to the store."""
 
     def __init__(self, target: str, store: Store) -> None:
-        client = Client("cpu" if target else startup.platform())
+        where = "cpu" if target else startup.platform()
+        client = Client(where, excess_precision=config.get("excess_precision"))
         served = startup.served_ops()
         table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: served.get(name, name), ops.Context)
         platform = "tpu" if target else client.lowering_platform

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from torchtpu.ops.registry import as_dtype, jax_dtype, jnp, lax, lowering
+from torchtpu.ops.registry import jax_dtype, jnp, lax, lowering
 
 
 @lowering("fill.Scalar", "fill.Tensor", lifts=True)
@@ -20,8 +20,7 @@ def zero(self):
 
 @lowering("copy")
 def copy(self, src, non_blocking=False, *, ctx):
-    shape, dtype = ctx.results[0]
-    return jnp.broadcast_to(as_dtype(src, dtype), shape)
+    return jnp.broadcast_to(src, ctx.results[0][0])
 
 
 # The tangents of constants. Elsewhere these zeros are lazy; here they are zeros like others.
