@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -40,9 +41,9 @@ class Loop:
         self.ops = source.choices(OPS, k=period)
         self.at = source.randrange(period)
 
-    def start(self, device: str) -> None:
-        self.x, self.y = torch.ones(3, device=device), torch.full((3,), 0.5, device=device)
-        self.total = torch.zeros(3, device=device)
+    def start(self, device: str, length: int = 3) -> None:
+        self.x, self.y = torch.ones(length, device=device), torch.full((length,), 0.5, device=device)
+        self.total = torch.zeros(length, device=device)
 
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -52,7 +53,7 @@ class Loop:
                 self.total.add_(self.x, alpha=0.125)
 
     def values(self) -> list[Tensor]:
-        return [self.x.cpu(), self.y.cpu(), self.total.cpu()]
+        return [t.cpu().clone() for t in (self.x, self.y, self.total)]
 
 
 def await_launches(engine: ReferenceEngine, before: int) -> None:
@@ -92,6 +93,29 @@ def test_a_loop_cut_by_caps_computes_what_the_cpu_computes(period: int) -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_around_what_keeps_its_shape_compute_what_the_cpu_computes(seed: int) -> None:
+    found: dict[str, list[Tensor]] = {}
+    for device in ("cpu", "tpu"):
+        found[device] = []
+        before = metrics.snapshot()["cuts"].get("shape", 0)
+        with reference_engine():
+            steady = Loop(42, seed)  # one lap for each length
+            steady.start(device)
+            for length in (3, 4, 5, 6, 7, 3, 9):
+                varying = Loop(17, seed + 100)
+                varying.start(device, length)
+                for _ in range(3):
+                    steady.run(14)
+                    varying.run(4)
+                    varying.y = varying.y + steady.x.sum()
+                    steady.y.mul_(varying.x.mean())
+                found[device] += [varying.values()[2], *steady.values()]
+    assert metrics.snapshot()["cuts"]["shape"] > before
+    for expected, got in zip(found["cpu"], found["tpu"], strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_random_numbers_are_the_same_wherever_a_cap_cuts() -> None:
     found = []
     for cap in (16, 50, 2048):
@@ -104,6 +128,53 @@ def test_random_numbers_are_the_same_wherever_a_cap_cuts() -> None:
             found.append(x.cpu())
     torch.testing.assert_close(found[0], found[2])
     torch.testing.assert_close(found[1], found[2])
+
+
+class Decoder(torch.nn.Module):
+    """Layers that attend to all tokens so far: `keep` grows by one row at each call."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in ("query", "value", "out", "up", "down")})
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor, keep: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        longer = []
+        for layer, old in zip(self.layers, keep, strict=True):
+            new = torch.cat([old, layer["value"](x)], 0)
+            longer.append(new)
+            seen = (layer["query"](x) @ new.t()).softmax(-1) @ new
+            x = x + layer["out"](seen).tanh()
+            x = x + layer["down"](layer["up"](x).relu()).tanh()
+        return x, longer
+
+
+def decode(device: str, tokens: int) -> tuple[list[float], list[int]]:
+    torch.manual_seed(0)
+    model = Decoder(4).to(device)
+    x, keep = torch.ones(1, 8, device=device), [torch.zeros(1, 8, device=device) for _ in model.layers]
+    read, programs = [], []
+    with torch.no_grad():
+        for _ in range(tokens):
+            x, keep = model(x, keep)
+            read.append(x.sum().item())
+            programs.append(metrics.snapshot()["regions_planned"])
+    return read, programs
+
+
+def test_what_does_not_grow_is_compiled_once_in_a_loop_that_grows() -> None:
+    expected, _ = decode("cpu", 12)
+    before = metrics.snapshot()["cuts"].get("shape", 0)
+    found, programs = decode("tpu", 12)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert metrics.snapshot()["cuts"]["shape"] > before
+    per_token = [b - a for a, b in itertools.pairwise(programs[5:])]
+    assert max(per_token) <= 2, f"programs planned for each longer token: {per_token}"
+    again, planned = decode("tpu", 12)
+    torch.testing.assert_close(again, found, rtol=1e-6, atol=1e-6)
+    assert planned[-1] - programs[-1] <= 3, "the same lengths were planned again"
 
 
 STREAM = """

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <thread>
 
@@ -162,6 +161,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
     r.boundary = nullptr;
     return nullptr;
   }
+  if (!kept) split_by_shape(r, line);
   auto kept_at = [&](int32_t value) -> KeptValue* {
     if (!kept) return nullptr;
     auto it = std::find_if(kept->begin(), kept->end(), [&](const KeptValue& k) { return k.value == value; });
@@ -226,164 +226,6 @@ WorkRef cut(Recorder& r, const char* reason) {
     throttle();
   }
   return work;
-}
-
-// ---- caps
-
-namespace {
-
-// A pending op's arguments with the numbers that this call handed to them.
-std::vector<ArgKey> call_of(const Node& node, const double*& floats, const int64_t*& ints) {
-  std::vector<ArgKey> args = node.args;
-  auto give = [&](NumberKey& key) {
-    if (key.is_lifted) key.bits = key.kind == NumberKey::kDouble ? std::bit_cast<int64_t>(*floats++) : *ints++;
-  };
-  for (auto& key : args) {
-    if (key.kind == ArgKey::kRandom) {
-      key.number.bits = *ints++;
-      key.number.imaginary_bits = *ints++;
-    }
-    if (key.kind == ArgKey::kNumber || key.kind == ArgKey::kCpuScalar) give(key.number);
-    for (auto& number : key.numbers) give(number);
-    for (auto& t : key.tensors) {
-      if (t.is_offset_lifted) t.offset = *ints++;
-    }
-  }
-  return args;
-}
-
-// Numbers that were lifted in the old region stay lifted.
-void lift_as_before(const std::vector<ArgKey>& before, std::vector<ArgKey>& keys) {
-  for (size_t i = 0; i < keys.size(); i++) {
-    keys[i].number.is_lifted |= before[i].number.is_lifted;
-    for (size_t e = 0; e < keys[i].numbers.size(); e++) {
-      keys[i].numbers[e].is_lifted |= before[i].numbers[e].is_lifted;
-    }
-    for (size_t e = 0; e < keys[i].tensors.size(); e++) {
-      keys[i].tensors[e].is_offset_lifted |= before[i].tensors[e].is_offset_lifted;
-    }
-  }
-}
-
-// The node below r.at for a call that `old` stands for in the region before, whose values had numbers higher by
-// `shift`.
-Node* node_again(Recorder& r, const Node& old, std::vector<ArgKey> call, const Node* fork, int32_t shift) {
-  auto node = std::make_unique<Node>();
-  node->info = old.info;
-  node->args = std::move(call);
-  lift_keys(*old.info, fork, node->args);
-  lift_as_before(old.args, node->args);
-  node->returns = old.returns;
-  node->writes = old.writes;
-  for (auto& ret : node->returns) {
-    for (auto& m : ret.tensors) m.value -= m.is_undefined ? 0 : shift;
-  }
-  for (auto& w : node->writes) {
-    w.value -= shift;
-    w.meta.value = w.value;
-  }
-  node->rng_increment = old.rng_increment;
-  node->line = old.line;
-  return add_node(*r.trie, *r.at, std::move(node), old.next_value - shift);
-}
-
-void record_again(Recorder& r, const Node& old, std::vector<ArgKey> call, int32_t shift) {
-  LiftedNumbers lifted;
-  Node *next = nullptr, *fork = nullptr;
-  for (auto& child : r.at->children) {
-    lifted.clear();
-    Match m = match_keys(*child, *old.info, call, lifted);
-    if (m == Match::kYes) next = child.get();
-    if (m == Match::kYes) break;
-    if (m == Match::kButNumbers) fork = child.get();
-  }
-  if (!next) {
-    next = node_again(r, old, call, fork, shift);
-    lifted.clear();
-    match_keys(*next, *old.info, call, lifted);
-  }
-  r.at->last = next;
-  r.floats.insert(r.floats.end(), lifted.floats.begin(), lifted.floats.end());
-  r.ints.insert(r.ints.end(), lifted.ints.begin(), lifted.ints.end());
-  r.at = next;
-}
-
-// Ends the region at `end`; the ops recorded since begin the next one.
-WorkRef cut_before_rest(Recorder& r, Node* end, const char* reason, std::string line) {
-  std::vector<const Node*> rest;
-  for (const Node* node = r.at; node != end; node = node->parent) rest.push_back(node);
-  std::reverse(rest.begin(), rest.end());
-  std::vector<double> floats(r.floats.begin() + end->floats, r.floats.end());
-  std::vector<int64_t> ints(r.ints.begin() + end->ints, r.ints.end());
-  std::vector<BufferRef> inputs = r.inputs;
-  const int32_t shift = end->next_value;
-
-  std::vector<std::pair<int32_t, TpuStorage*>> made_since;
-  for (int32_t value = shift; value < r.at->next_value; value++) {
-    if (r.live[value]) made_since.emplace_back(value, std::exchange(r.live[value], nullptr));
-  }
-  std::vector<KeptValue> kept;
-  std::vector<BufferRef> read;  // inputs of the old region that the rest reads: not to be donated
-  auto note = [&](int32_t value) {
-    if (value == kNoValue || value >= shift) return;
-    if (value < 0) {
-      read.push_back(inputs[~value]);
-    } else if (std::none_of(kept.begin(), kept.end(), [&](const KeptValue& k) { return k.value == value; })) {
-      kept.push_back({value, {}});
-    }
-  };
-  for (const Node* node : rest) {
-    for (const auto& key : node->args) {
-      for (const auto& t : key.tensors) note(t.value);
-    }
-  }
-  for (auto& buffer : read) buffer->regions++;
-
-  r.at = end;
-  r.floats.resize(end->floats);
-  r.ints.resize(end->ints);
-  WorkRef work = cut_locked(r, reason, std::move(line), &kept);
-
-  auto value_now = [&](int32_t value) {
-    if (value == kNoValue) return value;
-    if (value >= shift) return value - shift;
-    if (value < 0) return input_value(r, inputs[~value], true);
-    auto it = std::find_if(kept.begin(), kept.end(), [&](const KeptValue& k) { return k.value == value; });
-    return input_value(r, it->buffer, true);
-  };
-  const double* next_float = floats.data();
-  const int64_t* next_int = ints.data();
-  for (const Node* node : rest) {
-    std::vector<ArgKey> call = call_of(*node, next_float, next_int);
-    for (auto& key : call) {
-      for (auto& t : key.tensors) t.value = value_now(t.value);
-    }
-    record_again(r, *node, std::move(call), shift);
-  }
-  for (auto& buffer : read) buffer->regions--;
-  if (static_cast<int32_t>(r.live.size()) < r.at->next_value) r.live.resize(r.at->next_value, nullptr);
-  for (auto [value, s] : made_since) {
-    s->epoch = r.epoch;
-    s->value = value - shift;
-    r.live[s->value] = s;
-  }
-  return work;
-}
-
-}  // namespace
-
-void cut_at_cap(Recorder& r, const char* reason) {
-  std::string line = current_line();
-  WorkRef work;
-  {
-    StateGuard guard(state_lock);
-    Node* end = r.at->best;
-    work =
-        end && end != r.at ? cut_before_rest(r, end, reason, std::move(line)) : cut_locked(r, reason, std::move(line));
-  }
-  if (!work) return;
-  wake_launcher();
-  throttle();
 }
 
 void mark_boundary(const char* reason) {

@@ -62,6 +62,9 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
 WorkRef cut(Recorder& r, const char* reason);
 // Ends the pending region, which has reached a limit, where its ops look most like a place to cut.
 void cut_at_cap(Recorder& r, const char* reason);
+// Where a long op stream comes again with other shapes, and again: ends regions around the ops that stay the same,
+// whose programs then serve every shape.  Under state_lock.
+void split_by_shape(Recorder& r, const std::string& line);
 void mark_boundary(const char* reason);
 // Ends every pending region and forgets all op streams and their plans.
 void forget_streams();

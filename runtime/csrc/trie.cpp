@@ -540,6 +540,15 @@ uint64_t hash_context(const Node& node, int64_t ops) {
   return hash;
 }
 
+uint64_t hash_skeleton(const Node& node, uint64_t hash) {
+  hash = mix(hash, hash_text(node.info->name));
+  for (const auto& key : node.args) {
+    hash = mix(hash, key.kind);
+    for (const auto& t : key.tensors) hash = mix(hash, static_cast<uint64_t>(t.value));
+  }
+  return hash;
+}
+
 void count_lifted(Node& node) {
   auto count = [&](const NumberKey& number) {
     if (number.is_lifted) (number.kind == NumberKey::kDouble ? node.floats : node.ints)++;
@@ -588,6 +597,7 @@ Node* add_node(Trie& trie, Node& parent, std::unique_ptr<Node> node, int32_t nex
   node->ints = parent.ints;
   count_lifted(*node);
   node->hash = hash_call(*node, parent.next_value);
+  node->skeleton = hash_skeleton(*node, parent.skeleton);
   node->best = parent.best;
   bool has_many = node->depth >= limits.max_ops / kShortest, has_large = node->bytes >= limits.max_bytes / kShortest;
   if (has_many || has_large) {

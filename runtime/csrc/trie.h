@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "storage.h"
@@ -118,6 +119,7 @@ struct Node {
   int32_t floats = 0, ints = 0;  // lifted numbers up to here
   uint64_t hash = 0;             // of the op, its geometry and how far back its arguments were made
   uint64_t context = 0;          // of the last ops' hashes
+  uint64_t skeleton = 0;         // of the ops up to here and the values they take, whatever the shapes
   Node* best = nullptr;          // where a cap that strikes here cuts; null while the region is too short
   std::string line;              // where the op was first recorded
   std::vector<std::unique_ptr<Node>> children;
@@ -128,8 +130,13 @@ struct Node {
 };
 
 struct Trie {
+  struct Stream {
+    const Node* last = nullptr;  // where it ended last
+    int changes = 0;             // times that it came with new shapes
+  };
   Node root;
   int64_t nodes = 0;
+  std::unordered_map<uint64_t, Stream> streams;  // long ones, by skeleton
 };
 
 // The numbers a call hands to lifted arguments, in argument order.
