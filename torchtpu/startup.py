@@ -215,7 +215,11 @@ def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool]
     ]
 
 
+_settings: dict[str, Any] = {}  # what the engine asks for at each launch: `config.get` looks at the environment
+
+
 def _apply(name: str, value: Any) -> None:
+    _settings[name] = value
     if name == "sync":
         _C.set_sync(value)
     elif name in ("max_region_ops", "max_region_bytes", "max_in_flight"):
@@ -273,7 +277,7 @@ def _make_engine(lazy: LazyEngine) -> Any:
         served=lazy.served,
         context=ops.Context,
         counters=lazy.counters,
-        knob=config.get,
+        knob=_settings.__getitem__,
         store=open_store(),
         release=_C.drain,
         journal=journal,
