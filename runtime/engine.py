@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.compiler_cache import NullStore, Store
+from torchtpu.compiler_cache import Note, NullStore, Store
 
 from . import log
 from .calls import Entry, Lowerings, results_of
@@ -105,7 +105,7 @@ class Engine:
         if "stablehlo" in self._knob("log"):
             log.write(module.text)
         about = About(key.digest, program.line, len(program.ops), len(program.donated), _largest(program))
-        note = {"line": program.line, "ops": len(program.ops)}
+        note: Note = {"line": program.line, "ops": len(program.ops)}
         flight = self.compiler.submit(module.text, key, device, note)
         if self._journal is not None:
             _keep_journal(self._journal, program, is_flat, key.digest, flight)

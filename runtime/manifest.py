@@ -5,6 +5,7 @@ A line is data: reading one runs no code, and whoever writes a manifest can make
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -92,8 +93,8 @@ class Journal:
             self._write({"facts": facts})
 
     def _write(self, fields: Mapping[str, Any]) -> None:
-        # Opened per line: a fork, an exec or a kill leaves whole lines behind.
-        with self._path.open("ab") as file:
+        # Opened per line: a fork, an exec or a kill leaves whole lines behind. Who reads them may have gone.
+        with contextlib.suppress(OSError), self._path.open("ab") as file:
             file.write(_json(fields) + b"\n")
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 
 class Done(NamedTuple):
@@ -30,12 +30,13 @@ class Done(NamedTuple):
 
 
 Answer = Callable[[str, Done], None]
+READY = "ready\n"  # a worker's first line
 
 
 class Pool:
     """Up to `jobs` workers for one target ("": this machine); `answer(identity, done)` is called from their threads.
 
-    `close` waits for what was submitted; leaving the block by an error kills the workers.
+    `close` waits for what was submitted, `kill` does not.
     """
 
     def __init__(self, target: str, jobs: int, environment: Mapping[str, str], answer: Answer) -> None:
@@ -46,7 +47,7 @@ class Pool:
         self._most = jobs
         self._lock = threading.Lock()  # guards what follows
         self._processes: set[subprocess.Popen[str]] = set()
-        self._is_killed = False
+        self._problem = ""  # why no worker can be started
         self._threads: list[threading.Thread] = []
 
     def submit(self, identity: str, recorded: Any) -> None:
@@ -66,12 +67,10 @@ class Pool:
                 thread.join(0.2)  # in slices: Ctrl-C is heard
                 tick()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def kill(self) -> None:
+        """Ends the workers; what is not answered counts as failed."""
         with self._lock:
-            self._is_killed = True
+            self._problem = "stopped before it was compiled"
             for process in self._processes:
                 process.kill()
 
@@ -84,15 +83,16 @@ class Pool:
                 process = process or self._start(log)
                 done = None if process is None else _ask(process, recorded)
                 if done is None:
-                    done = Done("failed", error=_why(process, log))
+                    done = Done("failed", error=self._problem if process is None else _why(process, log))
                     process = None
                 self._answer(identity, done)
             if process is not None:
                 self._end(process)
 
     def _start(self, log: Path) -> subprocess.Popen[str] | None:
+        """A worker that is ready; None where none can be, which is not tried again."""
         with self._lock, log.open("w") as stderr:
-            if self._is_killed:
+            if self._problem:
                 return None
             process = subprocess.Popen(
                 self._command,
@@ -103,7 +103,12 @@ class Pool:
                 env=self._environment,
             )
             self._processes.add(process)
-        return process
+        assert process.stdout is not None
+        if process.stdout.readline() == READY:
+            return process
+        with self._lock:
+            self._problem = self._problem or _why(process, log)
+        return None
 
     def _end(self, process: subprocess.Popen[str]) -> None:
         process.communicate()
@@ -122,10 +127,8 @@ def _ask(process: subprocess.Popen[str], recorded: Any) -> Done | None:
         return None
 
 
-def _why(process: subprocess.Popen[str] | None, log: Path) -> str:
+def _why(process: subprocess.Popen[str], log: Path) -> str:
     """Why a worker died: the signal or status it ended with, and the last line it wrote."""
-    if process is None:
-        return "stopped"
     with suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=10)
     process.kill()

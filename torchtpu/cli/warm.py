@@ -73,6 +73,8 @@ def warm(
         status = 128 + signal.SIGINT
     except (OSError, ValueError) as error:
         fail(str(error))
+    finally:
+        report.stop()
     print_json(report.document(status)) if as_json else print_report(report, status)
     raise typer.Exit(status or (1 if report.failed or report.unstored or not report.programs else 0))
 

@@ -79,9 +79,14 @@ class Report:
         """Waits for the workers, with a progress bar."""
         assert self._pool is not None
         columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with self._pool, Progress(*columns, console=err, transient=True, disable=is_quiet) as progress:
+        with Progress(*columns, console=err, transient=True, disable=is_quiet) as progress:
             task = progress.add_task("compiling", total=len(self.programs))
             self._pool.close(lambda: progress.update(task, completed=sum(1 for _ in self.ended)))
+
+    def stop(self) -> None:
+        """Ends the workers, if there are any."""
+        if self._pool is not None:
+            self._pool.kill()
 
     def compile(self, environment: Mapping[str, str], jobs: int, *, is_quiet: bool) -> None:
         """Compiles every program by workers."""

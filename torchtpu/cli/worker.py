@@ -14,7 +14,7 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from torchtpu import config, ops, startup
-from torchtpu.cli.pool import Done
+from torchtpu.cli.pool import READY, Done
 from torchtpu.compiler_cache import DirectoryStore, Key, Store
 from torchtpu.runtime.calls import Lowerings
 from torchtpu.runtime.counters import Counters
@@ -112,6 +112,8 @@ def main(arguments: list[str], lines: TextIO) -> None:
     os.dup2(2, 1)  # what compilers print is no answer
     torch.set_num_threads(1)
     worker = Worker(arguments[0] if arguments else "", startup.open_store())
+    answers.write(READY)
+    answers.flush()
     for line in lines:
         done = worker.compile(decode_recorded(json.loads(line)))
         answers.write(json.dumps(done._asdict()) + "\n")
