@@ -65,6 +65,13 @@ def test_results_are_those_of_the_cpu_and_made_on_the_device(name: str) -> None:
     assert not metrics.snapshot()["cpu_fallbacks"]
 
 
+def test_is_set_to_compares_storages() -> None:
+    x = torch.ones(4, 3, device="tpu")
+    assert x.is_set_to(x.view(4, 3))
+    assert not x.is_set_to(x[1:])
+    assert not x.is_set_to(x.clone())
+
+
 def test_a_determinant_refuses_integers_as_the_cpu_does() -> None:
     for device in ("cpu", "tpu"):
         with pytest.raises(RuntimeError, match="Got Long"):
