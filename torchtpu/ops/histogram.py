@@ -59,6 +59,8 @@ def _check(op: Any, x: Tensor, bins: Any, weight: Tensor | None, bounds: list[fl
     counts = [n for n in (bins if isinstance(bins, (list, tuple)) else [bins]) if isinstance(n, int)]
     pairs = list(itertools.pairwise(bounds or []))[::2]
     is_fit = all(n > 0 for n in counts) and all(math.isfinite(b - a) and a <= b for a, b in pairs)
+    if op.name().startswith("aten::_histogramdd") and isinstance(bins, (list, tuple)):
+        is_fit &= len(bins) == x.shape[-1]
     points = x.shape if op.name().startswith("aten::histogram.") else x.shape[:-1]
     is_weighed = weight is None or (weight.dtype == x.dtype and weight.shape == points)
     if not is_fit or not is_weighed or x.dtype not in DTYPES:

@@ -98,7 +98,14 @@ def _of(*kinds: str) -> Any:
     return infer
 
 
-@lowering("uniform", lifts=True, infer=_of("real", "complex"))
+def _infer_uniform(self: torch.Tensor, low: float = 0.0, high: float = 1.0, *_: Any) -> torch.Tensor:
+    made: torch.Tensor = _of("real", "complex")(self)
+    if not 0 <= high - low <= torch.finfo(self.dtype).max:
+        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low} > to={high}")
+    return made
+
+
+@lowering("uniform", lifts=True, infer=_infer_uniform)
 def uniform_op(self, low=0.0, high=1.0, *, generator):
     if jnp.iscomplexobj(self):
         parts = uniform_op(jnp.stack([self.real, self.imag], -1), low, high, generator=generator)
@@ -265,7 +272,15 @@ def rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, 
     return jnp.where(self > 0, grad, grad * jnp.asarray((lower + upper) / 2, grad.dtype))
 
 
-@lowering("multinomial")
+def _infer_multinomial(self: torch.Tensor, num_samples: int, replacement: bool = False, *_: Any) -> torch.Tensor:
+    if not self.is_floating_point():
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {self.dtype}")
+    if num_samples <= 0:
+        raise RuntimeError("cannot sample n_sample <= 0 samples")
+    return torch.ops.aten.multinomial(self, num_samples, replacement)
+
+
+@lowering("multinomial", infer=_infer_multinomial)
 def multinomial(self, num_samples, replacement=False, *, generator, ctx):
     p = opmath(self)
     valid = (p >= 0) & (p < jnp.inf)

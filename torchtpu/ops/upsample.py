@@ -59,6 +59,21 @@ def _apply(x: Any, axis: int, table: _Table) -> Any:
     return made
 
 
+def _apply_to_bytes(x: Any, axis: int, table: _Table) -> Any:
+    """In the fixed point of PyTorch, which resizes uint8 images only: 16-bit weights, a byte after each dimension."""
+    merged = table.transposed(x.shape[axis]).transposed(len(table.index))
+    weights = np.nan_to_num(merged.weight)
+    bits = 0
+    while bits < 22 and int(0.5 + weights.max() * (2 << bits)) < 1 << 15:
+        bits += 1
+    fixed = np.trunc(weights * (1 << bits) + np.copysign(0.5, weights)).astype(np.int32)
+    shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+    made: Any = 1 << (bits - 1)
+    for index, weight in zip(merged.index.T, fixed.T, strict=True):
+        made = made + jnp.take(x, jnp.asarray(index), axis).astype(jnp.int32) * weight.reshape(shape)
+    return jnp.clip(made >> bits, 0, 255).astype(jnp.uint8)
+
+
 def _ratio(length: int, count: int, scale: Any) -> np.float32:
     return np.float32(1 / scale) if scale is not None and scale > 0 else np.float32(length) / np.float32(count)
 
@@ -143,15 +158,16 @@ def _tables(
 def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
     def forward(self: Any, output_size: Any, *rest: Any) -> Any:
         made = self
-        for axis, t in enumerate(_tables(table, self.shape, output_size, rest, aligned), self.ndim - len(output_size)):
+        tables = enumerate(_tables(table, self.shape, output_size, rest, aligned), self.ndim - len(output_size))
+        for axis, t in reversed(list(tables)):
             if repeats := t.repeats(self.shape[axis]):
                 made = jnp.repeat(made, repeats, axis)
             elif t.index.shape[1] == 1:
                 made = jnp.take(made, jnp.asarray(t.index[:, 0]), axis)
+            elif made.dtype == jnp.uint8:
+                made = _apply_to_bytes(made, axis, t)
             else:
-                made = _apply(_real(made), axis, t)
-        if jnp.issubdtype(self.dtype, jnp.integer) and jnp.issubdtype(made.dtype, jnp.floating):
-            made = jnp.clip(jnp.round(made), 0, 255)  # PyTorch resizes uint8 images only
+                made = _apply(opmath(made), axis, t)
         return made
 
     def backward(grad_output: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
@@ -166,10 +182,6 @@ def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
 
     lowering(name, structural=_SCALES)(forward)
     lowering(f"{name}_backward", structural=_SCALES)(backward)
-
-
-def _real(x: Any) -> Any:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else opmath(x)
 
 
 for _name, (_ranks, _aligned, _table) in _MODES.items():
