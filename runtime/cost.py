@@ -87,7 +87,7 @@ def estimate(text: str) -> tuple[int, dict[str, int]]:
                 for part in _named(line, "to_apply", "calls"):
                     cycles += walk(part)[0]
                     gaps.update(walk(part)[1])
-            elif opcode and opcode not in _FREE:
+            elif opcode and opcode not in _FREE and not _SCALAR.search(line):
                 gaps[opcode] += 1
         return cycles, gaps
 
@@ -102,6 +102,7 @@ _NO_WORK = (
 _FREE = frozenset(_NO_WORK.split())
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
 _OPCODE = re.compile(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(")
+_SCALAR = re.compile(r" = \w+\[\]")  # what makes one number costs next to nothing
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'known_trip_count":\{"n":"?(\d+)')
 _BOUND = re.compile(r"s32\[\][^=]*constant\((\d+)\)")

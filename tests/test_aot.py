@@ -189,6 +189,7 @@ ENTRY %main.9 (arg: f32[8]) -> f32[8] {
   %while.1 = (s32[], f32[8]{0}) while(%arg), condition=%condition, body=%body
   %conditional.1 = f32[8]{0} conditional(%i, %arg, %arg), branch_computations={%cheap, %dear}
   %while.2 = f32[8]{0} while(%conditional.1), condition=%until, body=%cheap
+  %number = s32[]{:T(128)} add(%i, %i)
   ROOT %reshape.1 = f32[2,4]{1,0:T(8,128)} reshape(%while.2)
 }
 """

@@ -18,6 +18,7 @@ from torchtpu.compiler_cache import DirectoryStore
 from torchtpu.runtime.manifest import decode_recorded, read_lines, write_lines
 
 _ROWS = 40
+_GAPS = 4
 _UNKNOWN = Done("")
 _BETTER = {"": 0, "failed": 1, "hit": 2, "compiled": 3}  # of two processes' outcomes the one that is told
 
@@ -236,8 +237,13 @@ def _cost_cells(seen: Seen) -> list[str]:
         show_bytes(note["code_bytes"]),
         show_count(note["cycles"]),
         show_seconds(note["seconds"]),
-        note["gaps"] or "-",
+        _first_gaps(note["gaps"]),
     ]
+
+
+def _first_gaps(gaps: str) -> str:
+    first, rest = gaps.split(", ")[:_GAPS], gaps.split(", ")[_GAPS:]
+    return ", ".join(first) + (f" and {len(rest)} other kinds" if rest else "") or "-"
 
 
 def _short(line: str) -> str:

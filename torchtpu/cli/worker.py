@@ -59,7 +59,8 @@ class TpuBuilder:
     def build(self, text: str) -> tuple[bytes, dict[str, Any]]:
         built = self._client.compile(text)
         fields = built.cost._asdict()
-        fields["gaps"] = ", ".join(f"{count} {opcode}" for opcode, count in built.cost.gaps.items())
+        most = sorted(built.cost.gaps.items(), key=lambda item: (-item[1], item[0]))
+        fields["gaps"] = ", ".join(f"{count} {opcode}" for opcode, count in most)
         return built.executable, {**fields, "peak_bytes": built.cost.peak_bytes}
 
 
