@@ -1,0 +1,275 @@
+"""In: `torchtpu warm` and small scripts. Out: the programs that a later process needs, compiled before it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = """
+import os, sys, torch
+from torchtpu import metrics
+torch.manual_seed(0)
+lr, steps, every = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to("tpu")
+optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+for step in range(steps):
+    x, y = torch.randn(32, 8).to("tpu"), torch.randint(0, 4, (32,)).to("tpu")
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % every == 0:
+        print("loss", loss.item())
+torch.tpu.synchronize()
+counts = metrics.snapshot()
+print("steps", step + 1, "compiled", counts["programs_compiled"], "traced", counts["fragment_traces"])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "cache").mkdir(0o700)
+    (tmp_path / "train.py").write_text(textwrap.dedent(STEPS))
+    return tmp_path
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "TORCHTPU_CACHE_DIR": str(folder / "cache"), "TORCHTPU_FALLBACK": "error", **more}
+
+
+def torchtpu(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchtpu.cli", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder, **more), capture_output=True, text=True, check=False
+    )
+
+
+def warm(folder: Path, *words: str, status: int = 0, **more: str) -> dict[str, Any]:
+    done = torchtpu(folder, "warm", "--json", *words, **more)
+    assert done.returncode == status, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def train(folder: Path, lr: float = 0.1, steps: int = 5, every: int = 2, **more: str) -> str:
+    command = [sys.executable, str(folder / "train.py"), str(lr), str(steps), str(every)]
+    done = subprocess.run(command, cwd="/", env=environment(folder, **more), capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1]
+
+
+def script(*words: object) -> list[str]:
+    return [sys.executable, "train.py", *map(str, words)]
+
+
+def test_what_was_warmed_is_not_compiled_again(folder: Path) -> None:
+    first = warm(folder, "--", *script(0.1, 5, 2))
+    assert first["compiled"] == first["programs"] > 0
+    assert first["hits"] == first["failed"] == first["not_stored"] == 0
+    assert first["seconds_saved"] > 0
+    assert all("train.py:" in region["line"] for region in first["regions"])
+    # Another learning rate, number of steps, log interval, seed of hashes, folder and worker count; nothing is written.
+    changed = {"PYTHONHASHSEED": "7", "TORCHTPU_CACHE": "read", "TORCHTPU_NUM_COMPILE_THREADS": "3"}
+    assert train(folder, 0.02, 9, 4, **changed) == "steps 9 compiled 0 traced 0"
+    second = warm(folder, "--", *script(0.1, 5, 2))
+    assert second["compiled"] == 0
+    assert second["hits"] == second["programs"] == first["programs"]
+
+
+def test_steps_end_the_command(folder: Path) -> None:
+    done = torchtpu(folder, "warm", "--steps", "2", "--", *script(0.1, 1000, 1))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss") == 2
+    assert "saved at the next start" in done.stdout
+
+
+def test_the_commands_failure_is_passed_on_and_what_it_recorded_is_kept(folder: Path) -> None:
+    (folder / "train.py").write_text("import torch, sys\nprint((torch.ones(3, device='tpu') + 2).sum())\nsys.exit(5)\n")
+    report = warm(folder, "--", *script(), status=5)
+    assert report["compiled"] == report["programs"] == 1
+
+
+def test_a_command_that_records_nothing_is_no_success(folder: Path) -> None:
+    (folder / "train.py").write_text("print('done')")
+    done = torchtpu(folder, "warm", "--", *script())
+    assert done.returncode == 1
+    assert "Nothing was recorded" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a command"),
+        (["--from", "a", "--", "python"], "give a command"),
+        (["--target", "v9", "--", "python"], "v4, v5e, v5p, v6e, tpu7x"),
+        (["--target", "v5p:2x2", "--", "python"], "a topology of v5p is written as 2x2x1"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_right(folder: Path, words: list[str], message: str) -> None:
+    done = torchtpu(folder, "warm", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.usefixtures("libtpu")
+def test_a_topology_that_libtpu_does_not_have_is_named(folder: Path) -> None:
+    report = warm(folder, "--target", "v5e:3x3", "--reads", "standin", "--", *script(0.1, 2, 1), status=1)
+    assert report["failed"] == report["programs"] > 0
+    assert all("not divisible" in region["error"] for region in report["regions"])
+
+
+def test_without_a_cache_nothing_is_warmed(folder: Path) -> None:
+    for more in ({"TORCHTPU_CACHE": "off"}, {"TORCHTPU_CACHE": "read"}):
+        done = torchtpu(folder, "warm", "--", *script(0.1, 1, 1), **more)
+        assert done.returncode == 1
+        assert "nothing can be kept" in done.stderr
+
+
+def test_a_killed_command_leaves_no_damage_and_what_it_compiled(folder: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchtpu.cli", "warm", "--", *script(0.1, 10**6, 1)],
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("loss"):
+            break
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    done = torchtpu(folder, "cache", "verify", "--json")
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["entries"] > 0
+    report = warm(folder, "--", *script(0.1, 5, 2))
+    assert report["hits"] > 0
+    assert report["failed"] == 0
+
+
+def test_ranks_compile_each_program_once(folder: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = torchtpu(folder, "warm", "--json", "--", *launcher, "train.py", "0.1", "5", "2")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    compiled = [int(count) for count in re.findall(r"steps 5 compiled (\d+)", done.stderr)]
+    assert len(compiled) == 2
+    assert sum(compiled) == report["compiled"] == report["programs"] > 0
+    listed = json.loads(torchtpu(folder, "cache", "ls", "--json").stdout)
+    assert {entry["digest"] for entry in listed} == {region["digest"] for region in report["regions"]}
+
+
+def test_stand_ins_answer_reads_and_are_told(folder: Path) -> None:
+    report = warm(folder, "--reads", "standin", "--", *script(0.1, 5, 2))
+    assert report["compiled"] == report["programs"] > 0
+    (line,) = report["stand_in_reads"]
+    assert line.endswith("train.py:15")
+    assert any(region["guessed_since"] == line for region in report["regions"])
+    assert report["regions"][0]["guessed_since"] is None
+    assert train(folder, TORCHTPU_CACHE="read") == "steps 5 compiled 0 traced 0"
+
+
+def test_reads_can_be_refused(folder: Path) -> None:
+    done = torchtpu(folder, "warm", "--reads", "error", "--", *script(0.1, 5, 2))
+    assert done.returncode == 1
+    assert "a result of the device is read at" in done.stderr
+    assert "train.py:15" in done.stderr
+
+
+@pytest.fixture
+def libtpu() -> None:
+    pytest.importorskip("libtpu", reason="the TPU compiler is not installed: pip install 'torchtpu[aot]'")
+
+
+@pytest.mark.usefixtures("libtpu")
+def test_programs_are_compiled_for_a_tpu_that_is_not_here(folder: Path) -> None:
+    here = warm(folder, "--target", "v5e:2x2", "--manifest", "programs", "--", *script(0.1, 4, 2))
+    assert here["compiled"] == here["programs"] > 0
+    assert here["failed"] == 0
+    for region in here["regions"]:
+        note = region["note"]
+        assert note["cycles"] > 0 and note["code_bytes"] > 0 and note["flops"] > 0
+        assert 0 < note["peak_bytes"] < note["device_bytes"] == 16 << 30
+    # Without the command; programs without collectives are the same on every topology.
+    again = warm(folder, "--target", "v5e:2x4", "--from", "programs")
+    assert again["hits"] == again["programs"] == here["programs"]
+    other = warm(folder, "--target", "v6e", "--from", "programs")
+    assert other["compiled"] == here["programs"]
+    shown = torchtpu(folder, "warm", "--target", "v5e", "--from", "programs").stdout
+    assert "of HBM" in shown
+    assert "load only where such a chip is" in shown
+    explained = torchtpu(folder, "cache", "explain", here["regions"][0]["digest"], other["regions"][0]["digest"])
+    assert "device_kind: lite" not in explained.stdout
+    assert "v5 -> v6" in explained.stdout
+
+
+SPOOF = """
+import importlib.abc, os, sys
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+os.cpu_count = lambda: 96
+from torchtpu.compiler_cache import target
+import torchtpu.runtime.pjrt
+torchtpu.runtime.pjrt.host_cpu_features = lambda: ("x86_64", "sse2")
+import runpy
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.usefixtures("libtpu")
+def test_a_tpus_keys_do_not_depend_on_the_machine_that_warms(folder: Path) -> None:
+    (folder / "spoof.py").write_text(SPOOF)
+    plain = warm(folder, "--target", "v5e", "--jobs", "1", "--", *script(0.1, 3, 2))
+    spoofed = warm(folder, "--target", "v5e", "--jobs", "2", "--", sys.executable, "spoof.py", *script(0.1, 3, 2)[1:])
+    keys = [sorted(region["digest"] for region in report["regions"]) for report in (plain, spoofed)]
+    assert keys[0] == keys[1]
+
+
+TARGET = """
+import torch
+properties = torch.tpu.get_device_properties()
+assert (properties.name, properties.platform, properties.total_memory) == ("TPU v6 lite", "tpu", 32 << 30), properties
+assert torch.tpu.device_count() == 8 and torch.tpu.get_device_capability() == (6, 0)
+assert torch.tpu.mem_get_info()[1] == 32 << 30
+print((torch.ones(2, device="tpu:7") * 3).tolist())
+"""
+
+
+def test_under_a_target_the_device_answers_as_the_target(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TARGET],
+        env=environment(folder, TORCHTPU_TARGET="v6e:2x4"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "[3.0, 3.0]\n", done.stderr
+
+
+@pytest.mark.full
+def test_kills_at_random_moments_leave_a_cache_that_works(folder: Path) -> None:
+    for attempt in range(10):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torchtpu.cli", "warm", "--", *script(0.1, 10**6, 1)],
+            cwd=folder,
+            env=environment(folder),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        time.sleep(3 + 0.7 * attempt)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert torchtpu(folder, "cache", "verify").returncode == 0
+    assert warm(folder, "--", *script(0.1, 5, 2))["failed"] == 0
+    assert train(folder, TORCHTPU_CACHE="read") == "steps 5 compiled 0 traced 0"
