@@ -31,10 +31,13 @@ _BY_NAME: tuple[tuple[str, str, Gap], ...] = (
     ("chalf", ALL, NO_COMPLEX32),
     ("complex", "float16", NO_COMPLEX32),
     ("nonzero_static", ALL, Gap("the strides of the CPU's result depend on the data")),
-    ("native_batch_norm", FLOATING, STATISTICS),
-    ("_native_batch_norm_legit", FLOATING, STATISTICS),
+    ("native_batch_norm", "float32", STATISTICS),
+    ("native_batch_norm", HALF, WIDE_STATISTICS),
+    ("_native_batch_norm_legit", "float32", STATISTICS),
+    ("_native_batch_norm_legit", HALF, WIDE_STATISTICS),
     ("_batch_norm_with_update", HALF, WIDE_STATISTICS),
     ("native_layer_norm", HALF, WIDE_STATISTICS),
+    ("nn.functional.interpolate.bicubic", "uint8", Gap("weights from float32 positions: some bytes are off by one")),
     ("aten::_native_batch_norm_legit_no_training", "float32 bfloat16", STATISTICS),
 )
 

@@ -27,7 +27,7 @@ A check that differs, is skipped, times out, crashes or runs an op on the CPU do
 In *region* checks many samples are recorded and then read; in *sync* checks each op runs at once.
 An exception that depends on values is raised at the read; in a sync check, at the call.
 
-This page is written by `tests/opinfo_report.py` from a run on platform `cpu` with PyTorch {torch}.
+This page is written by `tests/opinfo_report.py` from results on platform `cpu` with PyTorch {torch}.
 """
 
 
@@ -41,10 +41,13 @@ def table(title: str, checks: Iterable[Check], results: dict[str, Result], row_o
         for row in (row_of(check), "all"):
             rows.setdefault(row, Counter())[kind] += 1
     rows["all"] = rows.pop("all")
-    lines = [f"| {title} | checks | passed | gap | fallback | not run | passed |", "|---|--:|--:|--:|--:|--:|--:|"]
+    head = f"| {title} | checks | not run | passed | gap | fallback | passed of run |"
+    lines = [head, "|---|--:|--:|--:|--:|--:|--:|"]
     for row, counts in rows.items():
-        numbers = " | ".join(str(counts[kind]) for kind in ("pass", "gap", "fallback", "not run"))
-        lines.append(f"| {row} | {counts.total()} | {numbers} | {100 * counts['pass'] / counts.total():.1f} % |")
+        numbers = " | ".join(str(counts[kind]) for kind in ("not run", "pass", "gap", "fallback"))
+        run = counts.total() - counts["not run"]
+        share = f"{100 * counts['pass'] / run:.1f} %" if run else ""
+        lines.append(f"| {row} | {counts.total()} | {numbers} | {share} |")
     return lines
 
 
@@ -52,6 +55,11 @@ def page(results: dict[str, Result]) -> str:
     checks = listed()
     by_dtype = sorted(checks, key=lambda c: (*DTYPES, NO_DTYPE).index(c.dtype))
     by_mode = sorted(checks, key=lambda c: c.kind, reverse=True)
+    unexplained = {
+        c.id
+        for c in checks
+        if c.id in results and results[c.id].status not in ("pass", "skip") and (c.name, c.dtype) not in KNOWN_GAPS
+    }
     fallbacks = sorted({op for result in results.values() for op in result.fallbacks})
     gaps = [f"| {name} | {dtype} | {gap.reason} |" for (name, dtype), gap in sorted(KNOWN_GAPS.items())]
     return "\n".join(
@@ -62,6 +70,10 @@ def page(results: dict[str, Result]) -> str:
             *table("mode", by_mode, results, lambda c: f"{c.kind}: {c.mode}"),
             "",
             *table("execution", checks, results, lambda c: c.execution),
+            "",
+            "Checks that differ and have no line below:",
+            "",
+            *([f"- `{check}`: {results[check].status}" for check in sorted(unexplained)] or ["none"]),
             "",
             f"Ops that ran on the CPU: {', '.join(f'`{op}`' for op in fallbacks) or 'none'}.",
             "",

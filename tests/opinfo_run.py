@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchtpu
 
 CHECKS_IN_A_REGION = 24
-SECONDS_PER_CHECK = 60
+SECONDS_PER_CHECK = 300
 
 
 @dataclass(frozen=True)
