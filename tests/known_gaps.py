@@ -37,7 +37,6 @@ _BY_NAME: tuple[tuple[str, str, Gap], ...] = (
     ("_native_batch_norm_legit", HALF, WIDE_STATISTICS),
     ("_batch_norm_with_update", HALF, WIDE_STATISTICS),
     ("native_layer_norm", HALF, WIDE_STATISTICS),
-    ("nn.functional.interpolate.bicubic", "uint8", Gap("weights from float32 positions: some bytes are off by one")),
     ("aten::_native_batch_norm_legit_no_training", "float32 bfloat16", STATISTICS),
 )
 

@@ -74,26 +74,30 @@ def _apply_to_bytes(x: Any, axis: int, table: _Table) -> Any:
     return jnp.clip(made >> bits, 0, 255).astype(jnp.uint8)
 
 
-def _ratio(length: int, count: int, scale: Any) -> np.float32:
-    return np.float32(1 / scale) if scale is not None and scale > 0 else np.float32(length) / np.float32(count)
+# PyTorch computes positions in `real`, float64 for float64 and bytes; the nearest ones always in float32.
 
 
-def _nearest(shift: float, length: int, count: int, align_corners: bool, scale: Any) -> _Table:
+def _ratio(length: int, count: int, scale: Any, real: Any = np.float32) -> Any:
+    return real(1 / scale) if scale is not None and scale > 0 else real(length) / real(count)
+
+
+def _nearest(shift: float, length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
     source = np.floor((np.arange(count, dtype=np.float32) + np.float32(shift)) * _ratio(length, count, scale))
     return _Table(np.minimum(source, length - 1).astype(np.int32)[:, None], np.ones((count, 1)))
 
 
-def _positions(length: int, count: int, align_corners: bool, scale: Any) -> Array:
-    out = np.arange(count, dtype=np.float32)
+def _positions(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> Array:
+    out = np.arange(count, dtype=real)
     if align_corners:
-        return out * (np.float32(length - 1) / np.float32(count - 1) if count > 1 else np.float32(0))
-    return _ratio(length, count, scale) * (out + np.float32(0.5)) - np.float32(0.5)
+        return out * (real(length - 1) / real(count - 1) if count > 1 else real(0))
+    made: Array = _ratio(length, count, scale, real) * (out + real(0.5)) - real(0.5)
+    return made
 
 
-def _linear(length: int, count: int, align_corners: bool, scale: Any) -> _Table:
-    source = np.maximum(_positions(length, count, align_corners, scale), np.float32(0))
+def _linear(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
+    source = np.maximum(_positions(length, count, align_corners, scale, real), real(0))
     low = np.minimum(source.astype(np.int32), length - 1)
-    part = np.clip(source - low.astype(np.float32), 0, 1)
+    part = np.clip(source - low.astype(real), 0, 1)
     return _Table(np.stack([low, np.minimum(low + 1, length - 1)], 1), np.stack([1 - part, part], 1))
 
 
@@ -104,20 +108,20 @@ def _cubic_weight(distance: Array, a: float) -> Array:
     return np.where(d <= 1, near, np.where(d < 2, far, 0))
 
 
-def _cubic(length: int, count: int, align_corners: bool, scale: Any) -> _Table:
-    source = _positions(length, count, align_corners, scale)
+def _cubic(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
+    source = _positions(length, count, align_corners, scale, real)
     low = np.floor(source).astype(np.int32)
     taps = low[:, None] + np.arange(-1, 3)
     return _Table(np.clip(taps, 0, length - 1), _cubic_weight(source.astype(np.float64)[:, None] - taps, -0.75))
 
 
 def _antialiased(
-    kernel: Callable[[Array], Array], reach: float, length: int, count: int, align_corners: bool, scale: Any
+    kernel: Callable[[Array], Array], reach: float, length: int, count: int, align_corners: bool, scale: Any, real: Any
 ) -> _Table:
     ratio = (
         float((length - 1) / (count - 1) if count > 1 else 0.0)
         if align_corners
-        else float(_ratio(length, count, scale))
+        else float(_ratio(length, count, scale, real))
     )
     stretch = max(ratio, 1.0)
     centre = ratio * (np.arange(count) + 0.5)
@@ -148,18 +152,19 @@ _MODES: dict[str, tuple[tuple[int, ...], bool, Callable[..., _Table]]] = {
 
 
 def _tables(
-    table: Callable[..., _Table], input_size: Any, output_size: Any, rest: tuple[Any, ...], aligned: bool
+    table: Callable[..., _Table], dtype: Any, input_size: Any, output_size: Any, rest: tuple[Any, ...], aligned: bool
 ) -> list[_Table]:
     align_corners, scales = (rest[0], rest[1:]) if aligned else (False, rest)
     sizes = zip(input_size[-len(output_size) :], output_size, scales, strict=True)
-    return [table(length, count, align_corners, scale) for length, count, scale in sizes]
+    real = np.float64 if dtype in (jnp.float64, jnp.uint8) else np.float32
+    return [table(length, count, align_corners, scale, real) for length, count, scale in sizes]
 
 
 def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
     def forward(self: Any, output_size: Any, *rest: Any) -> Any:
         made = self
-        tables = enumerate(_tables(table, self.shape, output_size, rest, aligned), self.ndim - len(output_size))
-        for axis, t in reversed(list(tables)):
+        tables = _tables(table, self.dtype, self.shape, output_size, rest, aligned)
+        for axis, t in reversed(list(enumerate(tables, self.ndim - len(output_size)))):
             if repeats := t.repeats(self.shape[axis]):
                 made = jnp.repeat(made, repeats, axis)
             elif t.index.shape[1] == 1:
@@ -172,7 +177,8 @@ def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
 
     def backward(grad_output: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
         made = opmath(grad_output)
-        for axis, t in enumerate(_tables(table, input_size, output_size, rest, aligned), made.ndim - len(output_size)):
+        tables = _tables(table, grad_output.dtype, input_size, output_size, rest, aligned)
+        for axis, t in enumerate(tables, made.ndim - len(output_size)):
             length = input_size[axis]
             if repeats := t.repeats(length):
                 made = made.reshape(*made.shape[:axis], length, repeats, *made.shape[axis + 1 :]).sum(axis + 1)
