@@ -25,6 +25,8 @@ class Entry(Protocol):
     def infer(self) -> Callable[..., Any] | None: ...
     @property
     def takes_context(self) -> bool: ...
+    @property
+    def persists(self) -> bool: ...
 
 
 class Lowerings(NamedTuple):
@@ -44,7 +46,7 @@ class Lowerings(NamedTuple):
         name = self.find(op_name)
         found = self.by_platform.get((name, platform)) or self.general.get(name)
         if found is None:
-            raise NotImplementedError(f"aten::{op_name}: no lowering of {name}")
+            raise NotImplementedError(f"{full_name(op_name)}: no lowering of {name}")
         return found
 
 
@@ -105,6 +107,11 @@ def _describe_result(result: Any, key: list[str]) -> None:
         key.append(tensor_type(result.sizes, result.dtype))
 
 
+def full_name(op_name: str) -> str:
+    """`aten::add_.Tensor`; an op outside ATen has its namespace in its name."""
+    return op_name if "::" in op_name else f"aten::{op_name}"
+
+
 def results_of(op: Op) -> list[Result | Write]:
     """Every array the op makes, in the order a lowering returns them: new tensors, then written arguments."""
     made: list[Result | Write] = []
@@ -132,8 +139,10 @@ def bind(schema: torch.FunctionSchema, values: Sequence[Any]) -> tuple[list[Any]
 
 @functools.cache
 def schema_of(op_name: str) -> torch.FunctionSchema:
-    """The schema of `add_.Tensor` and the like."""
+    """The schema of `add_.Tensor` and the like, and of `mylib::scale`."""
     packet, _, overload = op_name.partition(".")
-    schema = getattr(getattr(torch.ops.aten, packet), overload or "default")._schema
+    namespace, _, packet = packet.rpartition("::")
+    packets = getattr(torch.ops, namespace or "aten")
+    schema = getattr(getattr(packets, packet), overload or "default")._schema
     assert isinstance(schema, torch.FunctionSchema)
     return schema

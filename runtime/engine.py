@@ -18,7 +18,7 @@ import torch
 from torchtpu.compiler_cache import Note, NullStore, Store
 
 from . import log
-from .calls import Entry, Lowerings, results_of
+from .calls import Entry, Lowerings, full_name, results_of
 from .compiler import Compiler, Loaded
 from .counters import Counters
 from .executor import About, Executable, Executor
@@ -180,7 +180,7 @@ def _largest(program: Program) -> str:
         return "none"
     nbytes, result, op = max(made, key=lambda m: m[0])
     shape = f"{str(result.dtype).removeprefix('torch.')}{list(result.sizes)}"
-    return f"{shape}, {show_bytes(nbytes)}, of aten::{op.name} at {op.line}"
+    return f"{shape}, {show_bytes(nbytes)}, of {full_name(op.name)} at {op.line}"
 
 
 def _unlowered(error: Exception, line: str) -> Exception:

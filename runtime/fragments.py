@@ -69,7 +69,7 @@ class Fragments:
         for key, op in missing.items():
             try:
                 entry = self._lowerings.entry(op.name, self._platform)
-                stored = self._store.get(self._disk_key(key, entry)) if self._store.keeps else None
+                stored = self._store.get(self._disk_key(key, entry)) if self._store.keeps and entry.persists else None
             except Exception as error:
                 raise explained(op, error) from error
             if stored is None:
@@ -87,7 +87,7 @@ class Fragments:
         build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
         for (key, op, entry), fragment in zip(waiting, traced, strict=True):
             self._known[key] = fragment
-            if self._store.keeps:
+            if self._store.keeps and entry.persists:
                 self._store.put(self._disk_key(key, entry), _encode(fragment), {"op": op.name, "build_ms": build_ms})
 
     def _disk_key(self, key: str, entry: Entry) -> Key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .calls import full_name
 from .lower import Check
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Guard:
         failed = self._failed
         if failed is not None:
             self.was_raised = True
-            raise failed.error(f"{failed.message} (aten::{failed.op} recorded at {failed.line})")
+            raise failed.error(f"{failed.message} ({full_name(failed.op)} recorded at {failed.line})")
 
     def _read(self) -> None:
         array = self._first_failed

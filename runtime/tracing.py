@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .calls import Entry, Parameter, bind, parameters, results_of, schema_of
+from .calls import Entry, Parameter, bind, full_name, parameters, results_of, schema_of
 from .hlo import tensor_type
 from .region import Lifted, Op, Operand, Random, Scalar
 
@@ -74,7 +74,7 @@ def explained(op: Op, error: Exception) -> Exception:
     kind = NotImplementedError if isinstance(error, NotImplementedError) else RuntimeError
     text = str(error).strip()
     first_line = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
-    return kind(f"aten::{op.name} recorded at {op.line} cannot be lowered: {first_line}")
+    return kind(f"{full_name(op.name)} recorded at {op.line} cannot be lowered: {first_line}")
 
 
 class _Trace:

@@ -13,7 +13,7 @@ from torchtpu._autoload import autoload, failure
 autoload()
 
 if failure() is None:
-    from torchtpu import config, metrics
+    from torchtpu import config, kernels, metrics
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "config", "metrics"]
+__all__ = ["__version__", "config", "kernels", "metrics"]

@@ -1,41 +1,83 @@
-"""torch.compile: in come graphs, out go callables.
+"""torch.compile: in come dynamo's graphs, out go callables that record them.
 
-A graph with tpu tensors runs op by op on the device, which compiles it itself in the background; all others go to
-inductor untouched.
+A graph with tpu tensors goes through AOTAutograd and is recorded as its ops (`graphs.py`), so that it joins the pending
+region like any other op: forward, backward and optimizer become one program. All other graphs go to inductor untouched.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from torchtpu.runtime import _C
+
+Compiled = Callable[..., Any]
+
 
 def install() -> None:
-    """Makes `route` the default backend at the first torch.compile: setting it now would import torch._dynamo (1 s)."""
+    """Readies torch.compile at its first call: now it would import torch._dynamo, which takes a second."""
     original = torch.compile
 
     @functools.wraps(original)
     def compile(*args: Any, **kwargs: Any) -> Any:  # noqa: A001
         torch.compile = original
-        if hasattr(torch.compiler, "set_default_backend") and torch.compiler.get_default_backend() == "inductor":
-            torch.compiler.set_default_backend(route)
+        _register()
         return original(*args, **kwargs)
 
     torch.compile = compile
 
 
-def route(
-    graph: torch.fx.GraphModule, inputs: list[Any], *, mode: str | None = None, options: Any = None
-) -> Callable[..., Any]:
-    """The default backend of torch.compile."""
-    if any(device.type == "tpu" for device in _devices(graph, inputs)):
-        return graph.forward
-    inductor: Any = torch._TorchCompileInductorWrapper
-    compiled: Callable[..., Any] = inductor(mode or "default", options, dynamic=None)(graph, inputs)
-    return compiled
+def backend(
+    graph: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """`torch.compile(backend="tpu")`.
+
+    All of torch.compile's mode names are taken and mean the same: launches are asynchronous and a region is one program
+    already. There are no options.
+    """
+    if mode is not None:
+        torch._inductor.list_mode_options(mode)  # raises for a name that torch does not know
+    if options:
+        raise RuntimeError(f"Unexpected optimization option {next(iter(options))}, known options are []")
+    return _aot(graph, inputs)
+
+
+def _register() -> None:
+    from torch._dynamo import allow_in_graph, device_interface, register_backend
+
+    from torchtpu import kernels, startup
+
+    _C.set_eval_frame_setter(torch._C._dynamo.eval_frame.set_eval_frame)
+    register_backend(backend, name="tpu")
+    device_interface.init_device_reg()  # torch's own idea of a tpu, registered now, would replace ours later
+    device_interface.register_interface_for_device("tpu", _interface())
+    hook: Any = startup._mark_step
+    hook._torchdynamo_disable = True
+    for kernel in kernels.callables():
+        allow_in_graph(kernel)
+    _route_inductor()
+
+
+def _route_inductor() -> None:
+    """inductor, the default, hands graphs with tpu tensors to this backend."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    original = wrapper.__call__
+
+    @functools.wraps(original)
+    def route(self: Any, graph: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Compiled:
+        if any(device.type == "tpu" for device in _devices(graph, inputs)):
+            return _aot(graph, inputs)
+        compiled: Compiled = original(self, graph, inputs, **kwargs)
+        return compiled
+
+    wrapper.__call__ = route
 
 
 def _devices(graph: torch.fx.GraphModule, inputs: list[Any]) -> Iterator[torch.device]:
@@ -47,3 +89,65 @@ def _devices(graph: torch.fx.GraphModule, inputs: list[Any]) -> Iterator[torch.d
             yield value.device
         elif isinstance(value, torch.device):
             yield value
+
+
+def _aot(graph: torch.fx.GraphModule, inputs: list[Any]) -> Compiled:
+    from torch._dynamo.backends.common import aot_autograd
+
+    from torchtpu.graphs import compile_graph
+
+    compiled: Compiled = aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        inference_compiler=compile_graph,
+        partition_fn=_partition,
+        keep_inference_input_mutations=True,
+    )(graph, inputs)
+    return compiled
+
+
+def _partition(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Saves what backward needs: both halves are in one program, where recomputing would cost and save nothing.
+
+    What activation checkpointing asks to recompute is recomputed, except for random draws: they are saved.
+    """
+    from torch._functorch.partitioners import default_partition
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in joint.graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if is_random and "recompute" in node.meta:
+            for drawn in (node, *(user for user in node.users if user.target.__name__ == "getitem")):
+                drawn.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    forward, backward = default_partition(joint, inputs, **kwargs)
+    return forward, backward
+
+
+def _interface() -> type:
+    """What dynamo asks a device."""
+    from torch._dynamo.device_interface import DeviceInterface
+
+    from torchtpu import device as module
+    from torchtpu import streams
+
+    class Worker:
+        set_device = staticmethod(module.set_device)
+        current_device = staticmethod(module.current_device)
+        get_device_properties = staticmethod(module.get_device_properties)
+
+    class Interface(DeviceInterface):  # type: ignore[misc]
+        device = module.device
+        Event = streams.Event
+        Stream = streams.Stream
+        current_device = staticmethod(module.current_device)
+        set_device = staticmethod(module.set_device)
+        device_count = staticmethod(module.device_count)
+        is_available = staticmethod(module.is_available)
+        synchronize = staticmethod(module.synchronize)
+        current_stream = staticmethod(streams.current_stream)
+        set_stream = staticmethod(streams.set_stream)
+        get_device_properties = staticmethod(module.get_device_properties)
+        is_bf16_supported = staticmethod(module.is_bf16_supported)
+
+    Interface.Worker = Worker
+    return Interface

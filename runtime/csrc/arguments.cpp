@@ -125,6 +125,17 @@ bool follows_itself(const OpInfo& info, const IValue* args) {
   return found;
 }
 
+// A list of 0-dim CPU tensors beside one of tpu tensors: the compiled optimizers' numbers.
+bool lists_numbers(const OpInfo& info, const IValue* args) {
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (!args[i].isTensorList()) continue;
+    for (const at::Tensor& t : args[i].toTensorVector()) {
+      if (t.defined() && t.dim() == 0 && t.device().is_cpu()) return true;
+    }
+  }
+  return false;
+}
+
 // ---- calls in parts
 
 // Each lazy argument takes part as a plain tensor, which is copied back where it was written.
@@ -181,6 +192,10 @@ bool run_in_parts(const RecordKernel& kernel, Stack* stack) {
       run_on_plain(kernel, stack);
       return true;
     }
+  }
+  if (info.is_foreach && lists_numbers(info, args)) {
+    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+    return true;
   }
   if (!info.is_foreach || info.return_alias.size() > 0) return false;
   // An in-place list op that fails halfway has changed the tensors before.

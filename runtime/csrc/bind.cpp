@@ -8,6 +8,7 @@
 #include "device.h"
 #include "program.h"
 #include "queue.h"
+#include "replay.h"
 
 namespace torchtpu {
 
@@ -174,6 +175,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("built_torch_version") = TORCH_VERSION;
   bind_device(m);
   bind_engine_types(m);
+  bind_replay(m);
   m.def("register_ops", [](const py::list& rows) {
     std::vector<std::pair<std::string, OpFacts>> table;
     for (auto row : rows) {
@@ -182,6 +184,7 @@ PYBIND11_MODULE(_C, m) {
     }
     return register_ops(table);
   });
+  m.def("register_op", [](const py::tuple& row) { register_op(row[0].cast<std::string>(), read_facts(row)); });
   m.def("set_engine", [](const py::object& engine) { set_engine(engine.ptr()); });
   m.def("cut", [](const std::string& reason) {
     static auto* reasons = new std::unordered_map<std::string, std::string>();
@@ -212,6 +215,8 @@ PYBIND11_MODULE(_C, m) {
     limits.max_bytes = max_bytes;
     limits.max_in_flight = max_in_flight;
   });
+  m.def("set_eval_frame_setter", [](const py::object& setter) { set_eval_frame_setter(setter.ptr()); });
+  m.def("observe_reads", [](bool on) { reads_are_observed = on; });
   m.def("dump", &dump);
   m.def("current_line", &current_line);
   m.def("drain", &drain_decrefs);

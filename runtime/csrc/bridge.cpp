@@ -19,10 +19,30 @@ py::handle engine() {
   return engine_object;
 }
 
+// torch._C's set_eval_frame, once dynamo is loaded.
+PyObject* set_eval_frame = nullptr;
+
+// Dynamo would take the engine's Python frames for the user's.
+class NoTracing {
+ public:
+  NoTracing() {
+    if (set_eval_frame) before_ = py::handle(set_eval_frame)(py::none());
+  }
+  ~NoTracing() {
+    if (!before_) return;
+    py::error_scope pending;
+    py::handle(set_eval_frame)(before_);
+  }
+
+ private:
+  py::object before_;
+};
+
 // Runs `call` and turns a Python exception into one that torch's bindings restore.
 template <class F>
 auto guarded(F&& call) {
   try {
+    NoTracing scope;
     return call();
   } catch (py::error_already_set& e) {
     e.restore();
@@ -48,9 +68,16 @@ bool is_library_file(const char* path) {
 
 }  // namespace
 
+std::atomic<bool> reads_are_observed{false};
+
 void set_engine(PyObject* engine) {
   Py_INCREF(engine);
   Py_XDECREF(std::exchange(engine_object, engine));
+}
+
+void set_eval_frame_setter(PyObject* setter) {
+  Py_INCREF(setter);
+  Py_XDECREF(std::exchange(set_eval_frame, setter));
 }
 
 void throw_python_error() {
@@ -75,7 +102,10 @@ void raise_stored(PyObject* error) {
   throw_python_error();
 }
 
+thread_local const std::string* replayed_line = nullptr;
+
 std::string current_line() {
+  if (replayed_line && !replayed_line->empty()) return *replayed_line;
   if (!Py_IsInitialized()) return "";
   py::gil_scoped_acquire gil;
   auto* frame = reinterpret_cast<PyFrameObject*>(Py_XNewRef(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
@@ -130,6 +160,12 @@ PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
 void resolve_guard(PyObject* guard) {
   py::gil_scoped_acquire gil;
   guarded([&] { engine().attr("resolve")(py::handle(guard)); });
+}
+
+void report_read(double started, double seconds, int64_t nbytes) {
+  std::string line = current_line();
+  py::gil_scoped_acquire gil;
+  guarded([&] { engine().attr("was_read")(line, started, seconds, nbytes); });
 }
 
 void report_waiting(const std::string& what, double seconds) {

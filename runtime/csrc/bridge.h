@@ -14,10 +14,17 @@ PyObject* upload(const at::Tensor& host, c10::DeviceIndex device);  // new refer
 void resolve_guard(PyObject* guard);
 void launch(const std::shared_ptr<struct Work>& work);
 void plan(const std::shared_ptr<struct Plan>& plan);
+// A read of `nbytes` began at `started` (steady clock) and took `seconds`; told while reads_are_observed.
+void report_read(double started, double seconds, int64_t nbytes);
+extern std::atomic<bool> reads_are_observed;
 void report_waiting(const std::string& what, double seconds);
 void finish_device(c10::DeviceIndex device);
 // "file:line" of the innermost user frame; "" without one.  Takes the GIL.
 std::string current_line();
+// Where set, what current_line() says: the line that a compiled graph's op was traced from.
+extern thread_local const std::string* replayed_line;
+// What turns dynamo's frame evaluation on and off.
+void set_eval_frame_setter(PyObject* setter);
 // Raises the stored exception.
 [[noreturn]] void raise_stored(PyObject* error);
 // Raises what PyErr_Occurred() says; the GIL is held.

@@ -274,7 +274,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
       for (const Tensor& t : v.toTensorVector()) count(t);
     }
   }
-  std::string name = op.schema().name().substr(op.schema().name().find("::") + 2);
+  std::string name = op.schema().name();
   if (!op.schema().overload_name().empty()) name += "." + op.schema().overload_name();
   report_fallback(name, dtype, nbytes);
   at::native::cpu_fallback(op, stack);

@@ -11,12 +11,14 @@
 
 namespace torchtpu {
 
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 namespace {
 
 namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
-
-double seconds_now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
 // Everything here lives until the process ends: storages die after static destructors have run.
 struct Queue {

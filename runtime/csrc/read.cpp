@@ -46,9 +46,12 @@ at::Tensor read_to_host(const at::Tensor& t) {
   auto options = t.options().device(at::kCPU);
   if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
   auto* s = storage_of(t);
+  bool is_observed = reads_are_observed.load(std::memory_order_relaxed);
+  double started = is_observed ? seconds_now() : 0;
   BufferRef buffer = materialize(s, "read");
   if (!buffer) return at::zeros(t.sizes(), options);
   at::Tensor host = host_value(buffer);
+  if (is_observed) report_read(started, seconds_now() - started, static_cast<int64_t>(t.nbytes()));
   at::Tensor view = at::empty({0}, options);
   auto* impl = view.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(host.storage());

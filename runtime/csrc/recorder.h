@@ -109,6 +109,8 @@ struct RecordKernel {
 };
 // Registers the recorder for each op and for its in-place and out= variants; returns variant -> functional name.
 std::unordered_map<std::string, std::string> register_ops(const std::vector<std::pair<std::string, OpFacts>>& table);
+// The same for one op outside ATen, by its name: "mylib::scale".  Its kernel stays for the life of the process.
+void register_op(const std::string& name, const OpFacts& facts);
 // Records dst.copy_(src), both on one tpu.
 void record_copy(const at::Tensor& dst, const at::Tensor& src);
 

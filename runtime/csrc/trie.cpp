@@ -52,7 +52,7 @@ ArgInfo describe_arg(const c10::Argument& arg, const OpFacts& facts) {
 OpInfo::OpInfo(const c10::OperatorHandle& handle, const OpFacts& facts)
     : handle(handle), lifts(facts.lifts), random(facts.random), has_infer(facts.has_infer) {
   const auto& schema = handle.schema();
-  name = schema.name().substr(schema.name().find("::") + 2);
+  name = schema.name().starts_with("aten::") ? schema.name().substr(6) : schema.name();
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();
   for (const auto& arg : schema.arguments()) {
     auto type = element_type(arg.real_type());

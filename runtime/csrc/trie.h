@@ -39,7 +39,7 @@ struct ArgInfo {
 
 struct OpInfo {
   OpInfo(const c10::OperatorHandle& handle, const OpFacts& facts);
-  std::string name;  // without the namespace: "add_.Tensor"
+  std::string name;  // "add_.Tensor"; an op that is not ATen's keeps its namespace
   c10::OperatorHandle handle;
   std::vector<ArgInfo> args;
   std::vector<int> return_alias;  // per return: the argument it is, or -1

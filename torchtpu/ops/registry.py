@@ -64,6 +64,7 @@ class Lowering:
     random: the op draws random numbers; a `Random` follows the arguments unless the schema has a generator.
     mutates: arguments the op writes although its schema does not say so.
     infer: shape inference on meta tensors, for ops without a meta kernel.
+    persists: the fragments may be kept on disk: they follow from the arguments and this package's sources.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Lowering:
     random: bool = False
     mutates: tuple[str, ...] = ()
     infer: Callable[..., Any] | None = None
+    persists: bool = True
 
     @functools.cached_property
     def takes_context(self) -> bool:

@@ -1,0 +1,347 @@
+"""In: functions and models under torch.compile. Out: eager's numbers on tpu, few programs, one launch per step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.testing
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from torchtpu import graphs, metrics
+
+MODES = [None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    tqdm.monitor_interval = 0  # dynamo's progress bars start a thread otherwise
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 4))
+    return made.to("tpu")
+
+
+def batch(rows: int = 6, width: int = 8) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).to("tpu")
+
+
+def gradients(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and the gradients of parameters and input."""
+    torch.manual_seed(7)
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    loss = run(x).square().mean()
+    loss.backward()
+    assert x.grad is not None
+    return loss.detach(), [x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def assert_equals_eager(function: Callable[..., Any], *inputs: Any, **options: Any) -> None:
+    """Results, and the inputs afterwards, are eager's."""
+    given = copy.deepcopy(inputs), copy.deepcopy(inputs)
+    torch.manual_seed(7)
+    expected = function(*given[0])
+    torch.manual_seed(7)
+    actual = torch.compile(function, **options)(*given[1])
+    torch.testing.assert_close((actual, given[1]), (expected, given[0]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "tpu"}, {"backend": "inductor"}], ids=str)
+def test_a_model_computes_what_eager_computes(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    build = graphs.compile_graph
+    monkeypatch.setattr(graphs, "compile_graph", lambda *a: seen.append(a) or build(*a))
+    module, x = model(), batch()
+    expected = gradients(module, module, x)
+    torch.testing.assert_close(gradients(module, torch.compile(module, **options), x), expected, rtol=0, atol=1e-6)
+    assert len(seen) == 2, "forward and backward are compiled by this backend"
+
+
+def test_a_training_step_is_one_program_and_one_launch() -> None:
+    module, x = model(), batch()
+    optimizer = torch.optim.AdamW(module.parameters())
+    compiled = torch.compile(module)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        compiled(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    torch.tpu.synchronize()
+    metrics.reset()
+    for _ in range(5):
+        step()
+    torch.tpu.synchronize()
+    counts = metrics.snapshot()
+    assert counts["launches"] == 5
+    assert counts["programs_compiled"] == counts["trie_misses"] == 0
+    assert counts["cpu_fallbacks"] == {}
+
+
+def test_a_compiled_optimizer_joins_the_program() -> None:
+    module, x = model(), batch()
+    optimizer = torch.optim.Adam(module.parameters())
+    compiled = torch.compile(module)
+    step = torch.compile(optimizer.step)
+    reference = copy.deepcopy(module)
+    other = torch.optim.Adam(reference.parameters())
+    for i in range(4):
+        for run, modules, advance in ((compiled, module, step), (reference, reference, other.step)):
+            torch.manual_seed(i)
+            modules.zero_grad()
+            run(x).square().mean().backward()
+            advance()
+    torch.testing.assert_close(list(module.parameters()), list(reference.parameters()), rtol=1e-5, atol=1e-6)
+
+
+def test_cpu_graphs_go_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    seen = []
+    original = compile_fx.compile_fx
+
+    def spy(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(graph)
+        return original(graph, *args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", spy)
+    monkeypatch.setattr(graphs, "compile_graph", lambda *_: pytest.fail("a CPU graph came to this backend"))
+    x = torch.randn(5)
+    torch.testing.assert_close(torch.compile(lambda x: x.sin() * 2)(x), x.sin() * 2)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", ["inductor", "tpu"])
+def test_every_mode_name_is_taken(mode: str | None, backend: str) -> None:
+    x = batch()
+    torch.testing.assert_close(torch.compile(lambda x: x.relu() + 1, mode=mode, backend=backend)(x), x.relu() + 1)
+
+
+def test_an_unknown_mode_or_option_is_refused() -> None:
+    x = batch()
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fast"):
+        torch.compile(lambda x: x + 1, mode="fast")
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fast"):
+        torch.compile(lambda x: x + 1, backend="tpu", mode="fast")(x)
+    with pytest.raises(RuntimeError, match="Unexpected optimization option turbo"):
+        torch.compile(lambda x: x + 1, backend="tpu", options={"turbo": True})(x)
+
+
+def add_in_place(x: Tensor) -> Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def return_views(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.t(), x[1:], x.view(-1)
+
+
+def write_through_view(x: Tensor) -> Tensor:
+    y = x[:, 1]
+    y.mul_(3)
+    return x.sum() + y.sum()
+
+
+def return_input(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x.detach()
+
+
+def alias_of_result(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x + 1
+    return y, y.t()
+
+
+def resize(x: Tensor) -> Tensor:
+    y = torch.empty(0, device=x.device)
+    return torch.cat([x, x], out=y)
+
+
+def draw(x: Tensor) -> tuple[Tensor, ...]:
+    return (
+        torch.rand_like(x),
+        torch.randn(3, device=x.device),
+        F.dropout(x, 0.4),
+        torch.bernoulli(x.sigmoid()),
+        x.clone().normal_(),
+        torch.randint(9, (4,), device=x.device),
+        torch.randperm(7, device=x.device),
+    )
+
+
+def split(x: Tensor) -> tuple[Tensor, ...]:
+    a, b = x.chunk(2, 1)
+    values, indices = x.topk(3)
+    return a + b, values, indices, torch.var_mean(x, 1)[0], *torch.unbind(x)[:2]
+
+
+def branch(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x.sin()
+    return x.cos()
+
+
+def with_constant(x: Tensor) -> Tensor:
+    return x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], device=x.device)
+
+
+def condition(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (x,))
+
+
+PROGRAMS = [
+    add_in_place, return_views, write_through_view, return_input, alias_of_result, resize, draw, split, branch,
+    with_constant, condition,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_a_program_does_what_eager_does(program: Callable[..., Any], dynamic: bool | None) -> None:
+    assert_equals_eager(program, batch(), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("program", [add_in_place, write_through_view, draw], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("tpu")])
+def test_a_program_runs_under_a_context(program: Callable[..., Any], context: Callable[[], Any]) -> None:
+    with context():
+        assert_equals_eager(program, batch())
+
+
+def test_a_written_input_counts_a_version() -> None:
+    x = batch()
+    torch.compile(add_in_place)(x)
+    assert x._version == 1
+
+
+def test_autocast_casts_as_in_eager() -> None:
+    module, x = model(), batch()
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("tpu", dtype=torch.bfloat16):
+            return module(x)
+
+    expected = gradients(module, forward, x)
+    actual = gradients(module, torch.compile(forward), x)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-3)
+    assert torch.compile(forward)(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_layers_draw_eagers_numbers(use_reentrant: bool) -> None:
+    module, x = model(), batch()
+    forward = lambda x: checkpoint(module, x, use_reentrant=use_reentrant).relu()
+    expected = gradients(module, forward, x)
+    torch.testing.assert_close(gradients(module, torch.compile(forward), x), expected, rtol=0, atol=1e-6)
+
+
+def test_a_graph_break_continues_in_the_same_region() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    x = batch()
+    compiled = torch.compile(function)
+    compiled(x)
+    torch.tpu.synchronize()
+    metrics.reset()
+    torch.testing.assert_close(compiled(x).cpu(), x.sin().cos().cpu())
+    assert metrics.snapshot()["launches"] == 2, "one region for the compiled call, one for eager's"
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(function, fullgraph=True)(x)
+
+
+def test_sizes_of_data_are_traced_where_asked() -> None:
+    def function(x: Tensor) -> Tensor:
+        count = x.sum().item()
+        return x * count
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        x = torch.arange(4, device="tpu")
+        torch.testing.assert_close(torch.compile(function, fullgraph=True)(x), x * 6)
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_changing_sizes_are_right_and_compile_as_often_as_aot_eager(dynamic: bool | None) -> None:
+    module = model().eval()
+    counts = []
+    for backend in ("aot_eager", "tpu"):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+        compiled = torch.compile(lambda x: module(x).view(-1, 2, x.shape[0]).sum(0), backend=counter, dynamic=dynamic)
+        for rows in (3, 5, 7, 12):
+            x = batch(rows)
+            torch.testing.assert_close(compiled(x), module(x).view(-1, 2, rows).sum(0), rtol=1e-5, atol=1e-6)
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1]
+
+
+def test_dynamic_sizes_train() -> None:
+    module = model()
+    compiled = torch.compile(module, dynamic=True)
+    for rows in (3, 5, 8):
+        x = batch(rows)
+        expected = gradients(module, module, x)
+        torch.testing.assert_close(gradients(module, compiled, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_changing_number_compiles_no_program() -> None:
+    compiled = torch.compile(lambda x, s: x * s + s)
+    x = batch()
+    for i in range(4):
+        compiled(x, 0.1 + i)
+    torch.tpu.synchronize()
+    metrics.reset()
+    for i in range(4, 8):
+        torch.testing.assert_close(compiled(x, 0.1 + i), x * (0.1 + i) + (0.1 + i))
+    torch.tpu.synchronize()
+    assert metrics.snapshot()["programs_compiled"] <= 1, "the reference's"
+
+
+def test_a_stance_is_followed() -> None:
+    x = batch()
+    compiled = torch.compile(lambda x: x + 1)
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(compiled(x), x + 1)
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="fail_on_recompile"):
+        compiled(x)
+    compiled(x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(compiled(x), x + 1)
+
+
+def test_an_error_is_eagers() -> None:
+    x, y = batch(), batch(3, 3)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes|a and b must have same") as raised:
+        torch.compile(lambda x, y: x @ y)(x, y)
+    raised.value.__traceback__ = None  # it holds the tensors
+
+
+def test_an_exported_program_runs() -> None:
+    module, x = model().eval(), batch()
+    exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},))
+    torch.testing.assert_close(exported.module()(batch(9)), module(batch(9)), rtol=1e-5, atol=1e-6)
+    compiled = torch.compile(exported.module(), fullgraph=True)
+    torch.testing.assert_close(compiled(batch(9)), module(batch(9)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_vmapped_and_differentiated_function_compiles() -> None:
+    function = torch.func.vmap(torch.func.grad(lambda x: (x.sin() * x).sum()))
+    assert_equals_eager(function, batch())
