@@ -81,6 +81,11 @@ class Compiler:
             self._condition.notify()
         return flight
 
+    def digests(self) -> list[str]:
+        """The keys of the programs in memory."""
+        with self._condition:
+            return sorted({digest for (digest, _), flight in self._flights.items() if flight.done()})
+
     def close(self) -> None:
         """Drops what waits, finishes what is being compiled (for a while), ends the threads."""
         with self._condition:

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -27,6 +27,7 @@ from .guards import Guard
 from .lower import Module, lower
 from .manifest import Journal, Outcome
 from .memory import show_bytes
+from .observe import Observer
 from .pjrt import Client, key_of
 from .region import Program
 
@@ -36,7 +37,8 @@ class Engine:
 
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
     lowerings ask; `knob` gives the settings log, memory_limit and num_compile_threads; `release` lets go of arrays that
-    nobody holds any more. A `journal` hears of every program and of what became of it.
+    nobody holds any more. A `journal` hears of every program and of what became of it; `observers`, a list that may
+    change, hear of each program and launch.
     """
 
     def __init__(
@@ -53,18 +55,20 @@ class Engine:
         store: Store | None = None,
         release: Callable[[], Any] = lambda: None,
         journal: Journal | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
+        self._observers = observers
         self.counters = counters
         self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"))
         self._knob = knob
-        store = NullStore("none was given") if store is None else store
+        self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
         self.fragments = Fragments(table, self.client, store, counters)
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
         self.compiler = Compiler(self.client, store, counters, threads)
         self._journal = journal
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
-        self._executor = Executor(self.client, counters, knob, release)
+        self._executor = Executor(self.client, counters, knob, release, observers)
         self.history = self._executor.history
         self.launch = self._executor.launch
 
@@ -109,6 +113,8 @@ class Engine:
         flight = self.compiler.submit(module.text, key, device, note)
         if self._journal is not None:
             _keep_journal(self._journal, program, is_flat, key.digest, flight)
+        for observer in self._observers:
+            observer.planned(program, about, flight)
         return module, about, flight
 
     def _executable(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from .guards import Guard, unsettled
 from .log import write
 from .lower import Module
 from .memory import show_bytes, wait_for_room
+from .observe import Launched, Observer
 
 if TYPE_CHECKING:
     from .pjrt import Client
@@ -94,8 +95,14 @@ class Executor:
     """
 
     def __init__(
-        self, client: Client, counters: Counters, knob: Callable[[str], Any], release: Callable[[], Any]
+        self,
+        client: Client,
+        counters: Counters,
+        knob: Callable[[str], Any],
+        release: Callable[[], Any],
+        observers: Sequence[Observer] = (),
     ) -> None:
+        self._observers = observers
         self._client = client
         self._counters = counters
         self._knob = knob
@@ -141,6 +148,13 @@ class Executor:
         region, about = work.region, executable.about
         launch = Launch(about, device, len(arguments), len(outputs), region["reason"], region["line"])
         self.history.append(launch)
+        for observer in self._observers:
+            ended = time.perf_counter()
+            observer.launched(
+                Launched(
+                    about, device, launch.reason, launch.line, region["cut_at"], started, ended, tuple(outputs), token
+                )
+            )
         if "launch" in self._knob("log"):
             self._log(launch, executable, outputs, started)
         executable.is_fresh = False

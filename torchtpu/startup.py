@@ -23,6 +23,7 @@ from torchtpu.ops import composed
 from torchtpu.runtime import _C
 from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.counters import Counters
+from torchtpu.runtime.observe import Observer
 
 _GOOGLE = "0x1ae0"
 _CHIPS = {chip.pci_id: chip for chip in CHIPS.values()}
@@ -33,6 +34,7 @@ class LazyEngine:
 
     def __init__(self) -> None:
         self.counters = Counters()
+        self.observers: list[Observer] = []  # explain's and the profiler's
         self.served: dict[str, str] = {}  # every op name registered -> the op whose lowering serves it
         self._lock = threading.Lock()
         self._engine: Any = None  # guarded by _lock until it is set; set once
@@ -65,6 +67,12 @@ class LazyEngine:
 
     def fallback(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
         fallback.report(name, dtype, line, nbytes)
+        for observer in self.observers:
+            observer.fell_back(name, dtype, line, nbytes)
+
+    def was_read(self, line: str, started: float, seconds: float, nbytes: int) -> None:
+        for observer in self.observers:
+            observer.was_read(line, started, seconds, nbytes)
 
     def plan(self, plan: Any) -> None:
         try:
@@ -127,6 +135,18 @@ def engine() -> Any:
 def engine_counters() -> Counters:
     """The engine's counters; all zero before it starts."""
     return _lazy.counters
+
+
+def observe(observer: Observer) -> None:
+    """From now on `observer` hears what the engine does."""
+    _lazy.observers.append(observer)
+    _C.observe_reads(True)
+
+
+def stop_observing(observer: Observer) -> None:
+    """The reverse of `observe`."""
+    _lazy.observers.remove(observer)
+    _C.observe_reads(bool(_lazy.observers))
 
 
 def is_in_use() -> bool:
@@ -281,6 +301,7 @@ def _make_engine(lazy: LazyEngine) -> Any:
         store=open_store(),
         release=_C.drain,
         journal=journal,
+        observers=lazy.observers,
     )
 
 

@@ -194,7 +194,7 @@ bool run_in_parts(const RecordKernel& kernel, Stack* stack) {
     }
   }
   if (info.is_foreach && lists_numbers(info, args)) {
-    op.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
+    info.handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
     return true;
   }
   if (!info.is_foreach || info.return_alias.size() > 0) return false;

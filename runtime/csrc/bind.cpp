@@ -57,6 +57,7 @@ py::dict describe_region(const Work& work) {
   d["outputs"] = work.outputs.size();
   d["reason"] = work.reason;
   d["line"] = work.line;
+  d["cut_at"] = work.cut_at;
   return d;
 }
 

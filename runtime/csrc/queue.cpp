@@ -235,6 +235,7 @@ void enqueue_plan(std::shared_ptr<Plan> plan) {
 }
 
 void enqueue(WorkRef work) {
+  work->cut_at = seconds_now();
   std::lock_guard<std::mutex> lock(queue->mutex);
   work->sequence = queue->next_sequence++;
   queue->works.push_back(std::move(work));

@@ -36,7 +36,7 @@ struct Work {
   c10::DeviceIndex device = 0;
   std::string reason, line;
   std::atomic<bool> is_done{false};
-  double finished_at = 0;  // markers: seconds of the steady clock
+  double cut_at = 0, finished_at = 0;  // seconds of the steady clock; finished_at is a marker's
 };
 
 void enqueue_plan(std::shared_ptr<Plan> plan);

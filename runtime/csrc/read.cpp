@@ -66,10 +66,13 @@ void synchronize(c10::DeviceIndex device) {
   for (c10::DeviceIndex index = 0; index < device_count(); index++) {
     if (is_meant(index)) cut(recorder_for(index), "synchronize");
   }
+  bool is_observed = reads_are_observed.load(std::memory_order_relaxed);
+  double started = is_observed ? seconds_now() : 0;
   wait_all();
   for (c10::DeviceIndex index = 0; index < device_count(); index++) {
     if (is_meant(index)) finish_device(index);
   }
+  if (is_observed) report_read(started, seconds_now() - started, 0);
   raise_unseen_error();
 }
 

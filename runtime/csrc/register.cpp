@@ -124,9 +124,7 @@ void register_op(const std::string& name, const OpFacts& facts) {
       name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
   auto* library = new torch::Library(torch::Library::IMPL, std::string(*handle.schema().getNamespace()),
                                      c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  auto kernel = std::make_unique<RecordKernel>(handle, facts);
-  library->impl(name.substr(name.find("::") + 2).c_str(),
-                torch::CppFunction::makeFromBoxedKernel(c10::BoxedKernel::makeFromFunctor(std::move(kernel))));
+  install(*new RecordKernel(handle, facts), *library);
 }
 
 void record_copy(const at::Tensor& dst, const at::Tensor& src) {

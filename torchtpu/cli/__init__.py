@@ -11,7 +11,7 @@ import sys
 import typer
 
 from torchtpu._autoload import failure
-from torchtpu.cli import cache, doctor, run, warm
+from torchtpu.cli import cache, doctor, explain, run, warm
 
 app = typer.Typer(
     name="torchtpu",
@@ -23,6 +23,7 @@ app = typer.Typer(
 _OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 app.command(context_settings=_OTHERS_OPTIONS)(run.run)
 app.command(context_settings=_OTHERS_OPTIONS)(warm.warm)
+app.command(context_settings=_OTHERS_OPTIONS)(explain.explain)
 app.add_typer(cache.cache, name="cache")
 app.command()(doctor.doctor)
 

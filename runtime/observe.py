@@ -1,0 +1,45 @@
+"""Observers: in come the engine's steps as they happen, out goes nothing; explain and the profiler listen."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from .compiler import Loaded
+    from .executor import About
+    from .region import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One launch. Times are seconds of `time.perf_counter()`; `wait` returns when it has run."""
+
+    about: About
+    device: int
+    reason: str
+    line: str
+    cut_at: float
+    started: float
+    ended: float
+    outputs: tuple[Any, ...]
+    token: Any
+
+
+class Observer(Protocol):
+    """Told from any thread; what it raises is the user's to see."""
+
+    def planned(self, program: Program, about: About, flight: Future[Loaded]) -> None:
+        """A program was lowered; `flight` is or will be its executable."""
+
+    def launched(self, launch: Launched) -> None:
+        """A program was handed to the device."""
+
+    def was_read(self, line: str, started: float, seconds: float, nbytes: int) -> None:
+        """A thread waited for a value (or, with 0 bytes, for everything)."""
+
+    def fell_back(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
+        """An op ran on the CPU for want of a lowering."""

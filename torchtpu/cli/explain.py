@@ -1,0 +1,22 @@
+"""`torchtpu explain`: in comes a command, out come its run and a report of what the device did and why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+
+def explain(
+    command: Annotated[list[str], typer.Argument(help="The command, such as: -- python train.py --epochs 1")],
+    save: Annotated[
+        list[str] | None, typer.Option(help="Also write the report to this file: .html (a page), .json or text.")
+    ] = None,
+) -> None:
+    """Run a command and explain it: recompilations, fallbacks, reads, what the host and the device waited for."""
+    where = ",".join(["-", *(os.path.abspath(path) for path in save or ())])
+    done = subprocess.run(command, env={**os.environ, "TORCHTPU_EXPLAIN": where}, check=False)
+    sys.exit(done.returncode)
