@@ -36,9 +36,9 @@ class Engine:
     """Compiles and runs what the recorder hands over. All methods may be called from any thread.
 
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
-    lowerings ask; `knob` gives the settings log, memory_limit and num_compile_threads; `release` lets go of arrays that
-    nobody holds any more. A `journal` hears of every program and of what became of it; `observers`, a list that may
-    change, hear of each program and launch.
+    lowerings ask; `knob` gives the settings log, memory_limit, debug_nans and num_compile_threads; `release` lets
+    go of arrays that nobody holds any more. A `journal` hears of every program and of what became of it; `observers`,
+    a list that may change, hear of each program and launch.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Engine:
         self._knob = knob
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
-        self.fragments = Fragments(table, self.client, store, counters)
+        self.fragments = Fragments(table, self.client, store, counters, watch=lambda: knob("debug_nans"))
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
         self.compiler = Compiler(self.client, store, counters, threads)
         self._journal = journal

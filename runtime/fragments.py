@@ -32,11 +32,21 @@ _BATCH = 128  # ops traced in one module
 
 
 class Fragments:
-    """Finds, loads or traces fragments for one platform, by default the client's; one per engine."""
+    """Finds, loads or traces fragments for one platform, by default the client's; one per engine.
+
+    `watch` says what each op's results are checked for: "off", "nan" or "inf" (which includes NaN).
+    """
 
     def __init__(
-        self, lowerings: Lowerings, client: Client, store: Store, counters: Counters, platform: str = ""
+        self,
+        lowerings: Lowerings,
+        client: Client,
+        store: Store,
+        counters: Counters,
+        platform: str = "",
+        watch: Callable[[], str] = lambda: "off",
     ) -> None:
+        self._watch = watch
         self._lowerings = lowerings
         self._platform = platform or client.lowering_platform
         self._tracer = Tracer(client, self._platform, lowerings.context)
@@ -48,11 +58,13 @@ class Fragments:
     def find(self, ops: Sequence[Op], precision: str) -> list[tuple[Fragment, list[Parameter]]]:
         """Each op's fragment and the arrays it is called with; an error while tracing names the op and its line."""
         known, keys, arrays = self._known, [], []
+        watched = self._watch()
+        suffix = precision if watched == "off" else f"{precision} {watched}"
         missing: dict[str, Op] = {}
         for op in ops:
             try:
                 arguments, found = parameters(op)
-                key = f"{op.name}({arguments})->({describe_results(op)}) {precision}"
+                key = f"{op.name}({arguments})->({describe_results(op)}) {suffix}"
             except TypeError as error:  # an element type that XLA does not have
                 raise explained(op, error) from error
             keys.append(key)
@@ -61,10 +73,10 @@ class Fragments:
                 missing[key] = op
         if missing:
             with self._lock:
-                self._add(missing, precision)
+                self._add(missing, precision, watched)
         return [(known[key], found) for key, found in zip(keys, arrays, strict=True)]
 
-    def _add(self, missing: dict[str, Op], precision: str) -> None:
+    def _add(self, missing: dict[str, Op], precision: str, watched: str) -> None:
         waiting: list[tuple[str, Op, Entry]] = []
         for key, op in missing.items():
             try:
@@ -78,11 +90,11 @@ class Fragments:
                 self._counters.fragment_hits_disk += 1
                 self._known[key] = _decode(stored)
         for first in range(0, len(waiting), _BATCH):
-            self._trace(waiting[first : first + _BATCH], precision)
+            self._trace(waiting[first : first + _BATCH], precision, watched)
 
-    def _trace(self, waiting: list[tuple[str, Op, Entry]], precision: str) -> None:
+    def _trace(self, waiting: list[tuple[str, Op, Entry]], precision: str, watched: str) -> None:
         started = time.perf_counter()
-        traced = self._tracer.trace([(op, entry) for _, op, entry in waiting], precision)
+        traced = self._tracer.trace([(op, entry) for _, op, entry in waiting], precision, watched)
         self._counters.fragment_traces += len(traced)
         build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
         for (key, op, entry), fragment in zip(waiting, traced, strict=True):

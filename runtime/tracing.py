@@ -50,12 +50,12 @@ class Tracer:
         self._platform = platform
         self._context = context
 
-    def trace(self, ops: Sequence[tuple[Op, Entry]], precision: str) -> list[Fragment]:
+    def trace(self, ops: Sequence[tuple[Op, Entry]], precision: str, watched: str = "off") -> list[Fragment]:
         """A fragment per op; the error of a lowering names its op and line."""
         import jax
 
         platform = self._platform
-        traces = [_Trace(op, entry, self._context, platform, precision) for op, entry in ops]
+        traces = [_Trace(op, entry, self._context, platform, precision, watched) for op, entry in ops]
         with self._client.tracing(precision):
             inner = [jax.jit(trace.function(f"torchtpu_op_{i}")) for i, trace in enumerate(traces)]
 
@@ -80,7 +80,10 @@ def explained(op: Op, error: Exception) -> Exception:
 class _Trace:
     """One op on its way through JAX."""
 
-    def __init__(self, op: Op, entry: Entry, context: Callable[..., Any], platform: str, precision: str) -> None:
+    def __init__(
+        self, op: Op, entry: Entry, context: Callable[..., Any], platform: str, precision: str, watched: str
+    ) -> None:
+        self._watched = watched
         self._op = op
         self._entry = entry
         self._results = tuple((r.sizes, r.dtype) for r in results_of(op))
@@ -92,7 +95,10 @@ class _Trace:
 
         def traced(*arrays: Any) -> list[Any]:
             try:
-                return self._call(iter(arrays))
+                made = self._call(iter(arrays))
+                if self._watched != "off":
+                    self._watch(arrays, made)
+                return made + [ok for ok, _, _ in self._context.checks]
             except Exception as error:
                 raise explained(self._op, error) from error
 
@@ -105,8 +111,21 @@ class _Trace:
         if self._entry.takes_context:
             named["ctx"] = self._context
         made = _align(self._entry.function(*positional, **named), self._op, schema)
-        arrays = [_as_recorded(m, *aval) for m, aval in zip(made, self._results, strict=True)]
-        return arrays + [ok for ok, _, _ in self._context.checks]
+        return [_as_recorded(m, *aval) for m, aval in zip(made, self._results, strict=True)]
+
+    def _watch(self, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """Checks that the op makes no NaN (or Inf) of arguments that have none."""
+        import jax.numpy as jnp
+
+        def has_bad(arrays: Sequence[Any]) -> Any:
+            floats = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+            bad = [jnp.isnan(x) if self._watched == "nan" else ~jnp.isfinite(x) for x in floats]
+            return jnp.stack([jnp.any(b) for b in bad] or [jnp.zeros((), bool)]).any()
+
+        if not any(dtype.is_floating_point or dtype.is_complex for _, dtype in self._results):
+            return
+        what = "a NaN" if self._watched == "nan" else "a NaN or an infinity"
+        self._context.checks.append((~has_bad(made) | has_bad(given), f"{what} appeared", FloatingPointError))
 
     def fragment(self, functions: dict[str, tuple[str, str]], root: str) -> Fragment:
         """The op's part of the module: its function and those it calls, under names that depend on their text alone."""

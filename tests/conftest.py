@@ -70,3 +70,14 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     for thread in user_threads() - threads:
         thread.join(timeout=5)
     assert user_threads() <= threads, "a thread outlives the test"
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """torch.compile as in a new process; its progress bars start no thread."""
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

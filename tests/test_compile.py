@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +17,11 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 from torchtpu import graphs, metrics
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 MODES = [None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    tqdm.monitor_interval = 0  # dynamo's progress bars start a thread otherwise
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def model() -> nn.Sequential:
@@ -329,7 +325,7 @@ def test_a_stance_is_followed() -> None:
 
 def test_an_error_is_eagers() -> None:
     x, y = batch(), batch(3, 3)
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes|a and b must have same") as raised:
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes|a and b must have same") as raised:
         torch.compile(lambda x, y: x @ y)(x, y)
     raised.value.__traceback__ = None  # it holds the tensors
 
@@ -340,6 +336,35 @@ def test_an_exported_program_runs() -> None:
     torch.testing.assert_close(exported.module()(batch(9)), module(batch(9)), rtol=1e-5, atol=1e-6)
     compiled = torch.compile(exported.module(), fullgraph=True)
     torch.testing.assert_close(compiled(batch(9)), module(batch(9)), rtol=1e-5, atol=1e-6)
+
+
+SAVES = """
+import sys, torch
+from pathlib import Path
+path = Path(sys.argv[1])
+if path.exists():
+    torch.compiler.load_cache_artifacts(path.read_bytes())
+x = torch.ones(3, device="tpu")
+print(torch.compile(lambda x: x.sin() * 3.25)(x).sum().item())
+from torchtpu import metrics
+print(metrics.snapshot()["programs_compiled"])
+if not path.exists():
+    path.write_bytes(torch.compiler.save_cache_artifacts()[0])
+"""
+
+
+def test_saved_artifacts_spare_another_process_its_compiles(tmp_path: Path) -> None:
+    outputs = []
+    for folder in ("first", "second"):
+        environment = {"TORCHTPU_CACHE": "on", "TORCHTPU_CACHE_DIR": str(tmp_path / folder)}
+        done = subprocess.run(
+            [sys.executable, "-c", SAVES, str(tmp_path / "artifacts")],
+            capture_output=True, text=True, env={**os.environ, **environment}, timeout=300, check=True,
+        )  # fmt: skip
+        outputs.append(done.stdout.split())
+    assert outputs[0][0] == outputs[1][0]
+    assert int(outputs[0][1]) == 1
+    assert int(outputs[1][1]) == 0
 
 
 def test_a_vmapped_and_differentiated_function_compiles() -> None:

@@ -139,9 +139,9 @@ def test_vmap_maps_a_kernel() -> None:
     torch.testing.assert_close(torch.vmap(lambda r: scale(r, 2.0), in_dims=1, out_dims=1)(x), x.sin() * 2)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_kernel_compiles_without_a_graph_break(dynamic: bool | None) -> None:
-    torch._dynamo.reset()
     x, y = batch(16, 24).requires_grad_(), batch(24, 8)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -151,7 +151,6 @@ def test_a_kernel_compiles_without_a_graph_break(dynamic: bool | None) -> None:
     expected, x.grad = x.grad, None
     torch.compile(step, fullgraph=True, dynamic=dynamic)(x, y).backward()
     torch.testing.assert_close(x.grad, expected)
-    torch._dynamo.reset()
 
 
 def test_sixty_four_bit_arrays_narrow_as_in_jax() -> None:
@@ -166,6 +165,7 @@ def test_tensors_elsewhere_are_refused() -> None:
         scale(torch.ones(3))
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_custom_op_takes_a_kernel_for_tpu() -> None:
     @torch.library.custom_op("torchtpu_test::doubled", mutates_args=(), device_types="cpu")
     def doubled(x: Tensor) -> Tensor:
@@ -176,7 +176,6 @@ def test_a_custom_op_takes_a_kernel_for_tpu() -> None:
     x = batch(3)
     torch.testing.assert_close(doubled(x).cpu(), doubled(x.cpu()))
     torch.testing.assert_close(torch.compile(doubled, fullgraph=True)(x), x * 2)
-    torch._dynamo.reset()
 
 
 def test_an_error_of_the_function_is_raised_at_the_call() -> None:

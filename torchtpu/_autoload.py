@@ -46,17 +46,34 @@ def _register() -> None:
     _check_build()
 
     backend_registration.rename_privateuse1_backend("tpu")
-    from torchtpu import amp, config, device, dynamo, formatting, interop, memory, rng, serialization, startup, streams
+    from torchtpu import (
+        amp,
+        config,
+        device,
+        dynamo,
+        formatting,
+        interop,
+        memory,
+        profiler,
+        rng,
+        serialization,
+        startup,
+        streams,
+    )
 
     register_module: Any = torch._register_device_module
     register_module("tpu", device)
     for name, module in (("amp", amp), ("memory", memory), ("random", rng), ("streams", streams)):
         sys.modules[f"torch.tpu.{name}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (formatting, interop, memory, serialization, dynamo):
+    for part in (formatting, interop, memory, serialization, dynamo, profiler):
         part.install()
     startup.start()
     config.warn_unknown()
+    if config.get("explain"):
+        from torchtpu.explaining.session import explain_process
+
+        explain_process()
 
 
 def _refuse_rival() -> None:

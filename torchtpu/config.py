@@ -55,6 +55,7 @@ KNOBS: Mapping[str, Knob] = {
         Knob("num_devices", 1, int, "devices that platform cpu pretends to have", True),
         Knob("sync", False, bool, "run each op at once, so that an error is raised on its own line (slow)"),
         Knob("log", (), "launch,cluster,stablehlo", "what to log: a line per launch, per cluster, program texts"),
+        Knob("debug_nans", "off", "off|nan|inf", "check what each op makes for NaN, or for NaN and infinities (slow)"),
         Knob("fallback", "warn", "warn|error|silent", "what happens before an op without a lowering runs on the CPU"),
         Knob("memory_limit", 0, "bytes", "most bytes of buffers per device; 0: what the device has"),
         Knob("max_region_ops", 2048, int, "a region without a read is cut after at most this many ops"),

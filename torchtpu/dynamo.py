@@ -52,7 +52,7 @@ def backend(
 def _register() -> None:
     from torch._dynamo import allow_in_graph, device_interface, register_backend
 
-    from torchtpu import kernels, startup
+    from torchtpu import artifacts, kernels, startup
 
     _C.set_eval_frame_setter(torch._C._dynamo.eval_frame.set_eval_frame)
     register_backend(backend, name="tpu")
@@ -60,9 +60,11 @@ def _register() -> None:
     device_interface.register_interface_for_device("tpu", _interface())
     hook: Any = startup._mark_step
     hook._torchdynamo_disable = True
+    allow: Any = allow_in_graph
     for kernel in kernels.callables():
-        allow_in_graph(kernel)
+        allow(kernel)
     _route_inductor()
+    artifacts.install()
 
 
 def _route_inductor() -> None:
@@ -135,7 +137,7 @@ def _interface() -> type:
         current_device = staticmethod(module.current_device)
         get_device_properties = staticmethod(module.get_device_properties)
 
-    class Interface(DeviceInterface):  # type: ignore[misc]
+    class Interface(DeviceInterface):
         device = module.device
         Event = streams.Event
         Stream = streams.Stream
@@ -149,5 +151,6 @@ def _interface() -> type:
         get_device_properties = staticmethod(module.get_device_properties)
         is_bf16_supported = staticmethod(module.is_bf16_supported)
 
-    Interface.Worker = Worker
+    interface: Any = Interface
+    interface.Worker = Worker
     return Interface

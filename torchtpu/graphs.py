@@ -81,17 +81,16 @@ class _Builder:
                 assert isinstance(outputs, (list, tuple))
                 replay.set_outputs([self._slots[o] if isinstance(o, Node) else _none(o) for o in outputs])
         run: Boxed = replay.run
-        if numbers is None:
-            return lambda inputs: run(inputs)
 
         def run_sized(inputs: list[Any]) -> Any:
-            inputs += numbers(inputs)
+            if numbers is not None:
+                inputs += numbers(inputs)
             return run(inputs)
 
         return run_sized
 
     def _add_constant(self, replay: Any, node: Node) -> None:
-        value = self._graph
+        value: Any = self._graph
         for name in str(node.target).split("."):
             value = getattr(value, name)
         if not isinstance(value, torch.Tensor):
@@ -152,7 +151,7 @@ class _Builder:
         return self._count - 1
 
 
-def _none(output: Any) -> int:
+def _none(output: object) -> int:
     if output is not None:
         raise _Unreplayable
     return -1
@@ -186,7 +185,8 @@ def _sizes(given: list[Node], computed: list[Node]) -> Callable[[list[Any]], lis
         if isinstance(value, _NUMBERS):
             sources[value.node.expr] = f"inputs[{i}]"
         elif isinstance(value, torch.Tensor):
-            for dim, size in enumerate(value.shape):
+            shape: tuple[Any, ...] = tuple(value.shape)
+            for dim, size in enumerate(shape):
                 if isinstance(size, torch.SymInt):
                     sources.setdefault(size.node.expr, f"inputs[{i}].size({dim})")
     symbols = {expression: text for expression, text in sources.items() if expression.is_Symbol}

@@ -64,7 +64,8 @@ def jax_kernel(
 
     _calls.append(call)
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.allow_in_graph(call)
+        allow_in_graph: Any = torch._dynamo.allow_in_graph
+        allow_in_graph(call)
     return call
 
 
@@ -101,7 +102,7 @@ class _Flat:
 
     def function(self) -> Callable[[list[Any]], list[Any]]:
         """The function from a flat list of arrays to a flat list of arrays."""
-        made = self._plain
+        made: Callable[[list[Any]], list[Any]] = self._plain
         for i, (kind, *facts) in enumerate(self.derived):
             given = self.kernel.backward if i == 0 else None
             made = _vjp(made, given, *facts) if kind == "vjp" else _vmap(made, *facts)
@@ -204,8 +205,8 @@ class _Kernel:
             number = _table.number(_Flat(self, spec, statics, bool(jax.config.jax_enable_x64)))
         except TypeError as error:
             raise TypeError(f"{name}: static arguments of a kernel have to be hashable: {error}") from error
+        structure = _structure(number, tuple(_aval(t) for t in tensors))  # raises the function's own errors
         results = torch.ops.torchtpu.jax_call(tensors, number, name)
-        structure = _structure(number, tuple(_aval(t) for t in tensors))
         for parameter, i in self.aliases.items():
             target = self._argument(parameter, args, kwargs)
             target.copy_(results[i])
@@ -227,7 +228,7 @@ def _check(name: str, tensors: list[torch.Tensor]) -> None:
 
 
 def _aval(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(tensor.shape), tensor.dtype
+    return tuple(int(n) for n in tensor.shape), tensor.dtype  # a symbolic size becomes the number it is
 
 
 @functools.lru_cache(maxsize=4096)
@@ -284,7 +285,8 @@ def _infer(arrays: Sequence[torch.Tensor], function: int, name: str) -> list[tor
 @functools.cache
 def _define() -> None:
     """Makes the op, at the first call of a kernel."""
-    library = torch.library.Library("torchtpu", "FRAGMENT")
+    kind: Any = torch.library.Library
+    library = kind("torchtpu", "FRAGMENT")
     library.define("jax_call(Tensor[] arrays, int function, str name) -> Tensor[]")
     _libraries.append(library)
     LOWERINGS[_OP] = Lowering(_OP, _lower, infer=_infer, persists=False)

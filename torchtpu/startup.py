@@ -242,6 +242,8 @@ def _apply(name: str, value: Any) -> None:
     _settings[name] = value
     if name == "sync":
         _C.set_sync(value)
+    elif name == "debug_nans" and is_in_use():
+        _C.forget_streams()  # their programs check nothing, or too much
     elif name in ("max_region_ops", "max_region_bytes", "max_in_flight"):
         _C.set_limits(*(config.get(knob) for knob in ("max_region_ops", "max_region_bytes", "max_in_flight")))
 

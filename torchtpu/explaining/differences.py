@@ -1,4 +1,4 @@
-"""Recompilations: in come two programs, out comes the first thing that differs between them, and what to do about it."""
+"""Recompilations: in come two programs, out comes the first thing that differs, and what to do about it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _MAX_HOLDERS = 20
 _MAX_BARS = 5000  # per thread of the timeline
 _READ_ADVICE = "Keep the values on the device and read them together, after the loop or every n steps."
-_FALLBACK_ADVICE = "The op has no lowering: it waits for the device, copies to the host and back. Use an op that has one."
+_FALLBACK_ADVICE = "The op has no lowering: it waits for the device and copies to the host and back. Use one that has."
 
 
 def build(listener: Listener) -> dict[str, Any]:
@@ -59,7 +60,10 @@ def _device_spans(runs: Sequence[Run]) -> list[tuple[float, float]]:
 def _timeline(listener: Listener, spans: list[tuple[float, float]]) -> dict[str, list[list[Any]]]:
     """Bars [begin, end, label] of each thread."""
     start = listener.started
-    bar = lambda begin, end, label: [_ms(begin - start), _ms(end - start), label]
+
+    def bar(begin: float, end: float, label: str) -> list[Any]:
+        return [_ms(begin - start), _ms(end - start), label]
+
     waits = sorted((r.started, r.started + r.seconds) for r in listener.reads)
     record, previous = [], start
     for run in sorted(listener.runs, key=lambda r: r.launch.cut_at):
@@ -87,7 +91,7 @@ def _timeline(listener: Listener, spans: list[tuple[float, float]]) -> dict[str,
 def _steps(listener: Listener, spans: list[tuple[float, float]]) -> dict[str, Any]:
     """How the time between two optimizer steps was spent; the whole block where there are not two."""
     marks = sorted(r.launch.cut_at for r in listener.runs if r.launch.reason == "optimizer.step")
-    bounds = list(zip(marks, marks[1:], strict=False)) or [(listener.started, listener.finished)]
+    bounds = list(itertools.pairwise(marks)) or [(listener.started, listener.finished)]
     waits = [(r.started, r.started + r.seconds) for r in listener.reads]
     rows = [
         {"wall_ms": _ms(b - a), "device_ms": _ms(_overlap(spans, a, b)), "waited_ms": _ms(_overlap(waits, a, b))}
@@ -204,7 +208,7 @@ def _memory(listener: Listener) -> list[dict[str, Any]]:
         array = holder.array()
         if array is not None and not array.is_deleted():
             groups[holder.op, holder.line].append(holder.nbytes)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"op": op, "line": line, "count": len(sizes), "bytes": sum(sizes)} for (op, line), sizes in groups.items()
     ]
     return sorted(rows, key=lambda r: -r["bytes"])[:_MAX_HOLDERS]
@@ -224,10 +228,10 @@ def text(data: dict[str, Any]) -> str:
     if not data:
         return "torchtpu.explain: the block has not ended"
     steps = data["steps"]
+    shares = f"{steps['device_bound']:.0%} of the time the device worked, {steps['host_bound']:.0%} it waited"
     lines = [
         f"torchtpu.explain: {data['wall_ms']:.0f} ms, {data['launches']} launches of {len(data['regions'])} regions",
-        f"  {steps['count']} x {steps['unit']}: the device worked {steps['device_bound']:.0%} of the time, "
-        f"the host kept it waiting {steps['host_bound']:.0%}",
+        f"  {steps['count']} x {steps['unit']}: {shares} for the host",
     ]
     lines += _section("recompilations", [_recompilation_text(r) for r in data["recompilations"]])
     lines += _section(

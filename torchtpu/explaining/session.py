@@ -89,7 +89,7 @@ class Listener:
         self.reads: list[Read] = []
         self.fallbacks: list[Fallback] = []
         self.holders: list[Holder] = []
-        self._programs: dict[str, Any] = {}
+        self._outputs: dict[str, list[Any]] = {}  # the op that made each output, by program
         self._waiting: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
         self._watcher = threading.Thread(target=self._watch, name="torchtpu-explain", daemon=True)
         self._watcher.start()
@@ -97,7 +97,8 @@ class Listener:
     def planned(self, program: Any, about: Any, flight: Future[Any]) -> None:
         build = Build(time.perf_counter(), program, about.identity)
         self.builds.append(build)
-        self._programs[about.identity] = program
+        found = makers(program)
+        self._outputs[about.identity] = [found.get(value) for value in program.outputs]
         if flight.done():
             build.source, build.finished = "memory", build.at
         else:
@@ -106,9 +107,7 @@ class Listener:
     def launched(self, launch: Launched) -> None:
         run = Run(launch)
         self.runs.append(run)
-        program = self._programs.get(launch.about.identity)
-        if program is not None:
-            self._note_holders(program, launch.outputs)
+        self._note_holders(self._outputs.get(launch.about.identity, []), launch.outputs)
         self._waiting.put(run)
 
     def was_read(self, line: str, started: float, seconds: float, nbytes: int) -> None:
@@ -131,10 +130,8 @@ class Listener:
             run.finished = time.perf_counter()
             run.launch = _without_arrays(run.launch)
 
-    def _note_holders(self, program: Any, outputs: tuple[Any, ...]) -> None:
-        makers = makers(program)
-        for value, array in zip(program.outputs, outputs, strict=False):
-            op = makers.get(value)
+    def _note_holders(self, ops: list[Any], outputs: tuple[Any, ...]) -> None:
+        for op, array in zip(ops, outputs, strict=False):
             if op is not None:
                 self.holders.append(Holder(weakref.ref(array), array.nbytes, op.name, op.line))
         if len(self.holders) > 100_000:

@@ -113,8 +113,8 @@ def flash_backward(
         grads = flash._flash_attention_bwd(False, is_causal, fixed, blocks, False, residuals, grad_out)
         heads = key.shape[1]
         grad_query = grads[0] * factor
-        slope = grads[3]
+        grad_bias = None
         if dead is not None:
-            slope = jnp.where(dead[..., None], 0, slope)
-        grad_bias = None if attn_bias is None else _sum_to(slope, attn_bias.shape)
+            slope = jnp.where(dead[..., None], 0, grads[3] / fixed)  # the kernel scales it like the query's gradient
+            grad_bias = _sum_to(slope, attn_bias.shape)
     return grad_query, _gather(grads[1], heads), _gather(grads[2], heads), grad_bias
