@@ -73,11 +73,12 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """torch.compile as in a new process; its progress bars start no thread."""
+def fresh_dynamo(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """torch.compile as in a new process; its progress bars start no thread, and no log keeps its tracebacks."""
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    caplog.get_records("call").clear()

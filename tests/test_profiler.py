@@ -61,9 +61,9 @@ def test_a_schedule_profiles_each_of_its_windows(tmp_path: Path) -> None:
         profiler.export_chrome_trace(str(path))
         counts.append(len([e for e in trace_of(path) if e.get("cat") == "tpu_device"]))
 
-    schedule = torch.profiler.schedule(wait=1, warmup=0, active=1, repeat=2)
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=2)
     with profile(activities=[ProfilerActivity.CPU], schedule=schedule, on_trace_ready=export) as profiler:
-        for _ in range(5):
+        for _ in range(7):
             work()
             profiler.step()
     assert counts == [3, 3]

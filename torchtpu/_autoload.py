@@ -48,6 +48,7 @@ def _register() -> None:
     backend_registration.rename_privateuse1_backend("tpu")
     from torchtpu import (
         amp,
+        artifacts,
         config,
         device,
         dynamo,
@@ -66,7 +67,7 @@ def _register() -> None:
     for name, module in (("amp", amp), ("memory", memory), ("random", rng), ("streams", streams)):
         sys.modules[f"torch.tpu.{name}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (formatting, interop, memory, serialization, dynamo, profiler):
+    for part in (formatting, interop, memory, serialization, dynamo, artifacts, profiler):
         part.install()
     startup.start()
     config.warn_unknown()

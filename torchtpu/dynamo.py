@@ -52,7 +52,7 @@ def backend(
 def _register() -> None:
     from torch._dynamo import allow_in_graph, device_interface, register_backend
 
-    from torchtpu import artifacts, kernels, startup
+    from torchtpu import kernels, startup
 
     _C.set_eval_frame_setter(torch._C._dynamo.eval_frame.set_eval_frame)
     register_backend(backend, name="tpu")
@@ -64,7 +64,6 @@ def _register() -> None:
     for kernel in kernels.callables():
         allow(kernel)
     _route_inductor()
-    artifacts.install()
 
 
 def _route_inductor() -> None:
