@@ -55,7 +55,6 @@ def _register() -> None:
         formatting,
         interop,
         memory,
-        profiler,
         rng,
         serialization,
         startup,
@@ -67,7 +66,7 @@ def _register() -> None:
     for name, module in (("amp", amp), ("memory", memory), ("random", rng), ("streams", streams)):
         sys.modules[f"torch.tpu.{name}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (formatting, interop, memory, serialization, dynamo, artifacts, profiler):
+    for part in (formatting, interop, memory, serialization, dynamo, artifacts):
         part.install()
     startup.start()
     config.warn_unknown()
