@@ -1,4 +1,4 @@
-"""Observers: in come the engine's steps as they happen, out goes nothing; explain and the profiler listen."""
+"""Observers: in come the engine's steps as they happen, out goes nothing; explain listens."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class LazyEngine:
 
     def __init__(self) -> None:
         self.counters = Counters()
-        self.observers: list[Observer] = []  # explain's and the profiler's
+        self.observers: list[Observer] = []  # explain's
         self.served: dict[str, str] = {}  # every op name registered -> the op whose lowering serves it
         self._lock = threading.Lock()
         self._engine: Any = None  # guarded by _lock until it is set; set once
