@@ -132,6 +132,17 @@ def test_without_a_cache_nothing_is_warmed(folder: Path) -> None:
         done = torchtpu(folder, "warm", "--", *script(0.1, 1, 1), **more)
         assert done.returncode == 1
         assert "nothing can be kept" in done.stderr
+    (folder / "cache").chmod(0o777)
+    done = torchtpu(folder, "warm", "--", *script(0.1, 1, 1))
+    assert done.returncode == 1
+    assert "others may write" in done.stderr
+
+
+def test_programs_that_could_not_be_stored_are_no_success(folder: Path) -> None:
+    (folder / "train.py").write_text("import torch\nprint((torch.ones(3, device='tpu') + 2).tolist())\n")
+    report = warm(folder, "--", *script(), status=1, TORCHTPU_CACHE_MAX_BYTES="1K")  # as a full disk does
+    assert report["compiled"] == report["not_stored"] == 1
+    assert report["seconds_saved"] == 0
 
 
 def test_a_killed_command_leaves_no_damage_and_what_it_compiled(folder: Path) -> None:
