@@ -37,6 +37,8 @@ _BY_NAME: tuple[tuple[str, str, Gap], ...] = (
     ("_native_batch_norm_legit", HALF, WIDE_STATISTICS),
     ("_batch_norm_with_update", HALF, WIDE_STATISTICS),
     ("native_layer_norm", HALF, WIDE_STATISTICS),
+    ("SparseAdam", "float32 float64", SPARSE._replace(mode="loop")),
+    ("SGD", "float32", Gap("backward through a differentiable step finds a saved tensor changed", "differentiable")),
     ("aten::_native_batch_norm_legit_no_training", "float32 bfloat16", STATISTICS),
 )
 
