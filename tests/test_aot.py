@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import aot_check
 import lowering_check
 import pytest
 import torch
+from jax.errors import JaxRuntimeError
 
 from torchtpu.compiler_cache import Target, compiler_line
 from torchtpu.runtime.chips import CHIPS, devices_of_host, find_chip
-from torchtpu.runtime.cost import estimate
+from torchtpu.runtime.cost import cost_of, estimate
 from torchtpu.runtime.pjrt import Client, key_of
 
 needs_libtpu = pytest.mark.skipif(
@@ -193,6 +195,27 @@ ENTRY %main.9 (arg: f32[8]) -> f32[8] {
   ROOT %reshape.1 = f32[2,4]{1,0:T(8,128)} reshape(%while.2)
 }
 """
+
+
+class Unreadable:
+    """An executable whose module jaxlib cannot read."""
+
+    def cost_analysis(self) -> dict[str, float]:
+        return {"flops": 8.0, "bytes accessed": -1.0}
+
+    def get_compiled_memory_stats(self) -> SimpleNamespace:
+        names = ("argument", "output", "alias", "temp", "generated_code")
+        return SimpleNamespace(**{f"{name}_size_in_bytes": 10**i for i, name in enumerate(names)})
+
+    def hlo_modules(self) -> list[str]:
+        raise JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+
+def test_a_module_that_cannot_be_read_costs_what_else_is_known() -> None:
+    cost = cost_of(Unreadable(), CHIPS["v6e"])
+    assert (cost.cycles, cost.flops, cost.bytes_accessed) == (0, 8.0, 0.0)
+    assert cost.gaps == {"module that jaxlib cannot read": 1}
+    assert cost.peak_bytes == 1 + 10 - 100 + 1000 + 10000
 
 
 def test_cycles_count_loops_by_their_trips_and_name_what_they_leave_out() -> None:

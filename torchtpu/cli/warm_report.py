@@ -235,8 +235,8 @@ def _cost_cells(seen: Seen) -> list[str]:
         show_bytes(note["peak_bytes"]),
         f"{100 * note['peak_bytes'] / note['device_bytes']:.1f} %",
         show_bytes(note["code_bytes"]),
-        show_count(note["cycles"]),
-        show_seconds(note["seconds"]),
+        show_count(note["cycles"]) if note["cycles"] else "-",
+        show_seconds(note["seconds"]) if note["cycles"] else "-",
         _first_gaps(note["gaps"]),
     ]
 
