@@ -17,6 +17,7 @@ import torch._dynamo.testing
 from script import run_script
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from torchtpu import graphs, metrics
@@ -372,6 +373,24 @@ def test_saved_artifacts_spare_another_process_its_compiles(tmp_path: Path) -> N
     assert outputs[0][0] == outputs[1][0]
     assert int(outputs[0][1]) == 1
     assert int(outputs[1][1]) == 0
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_runs_score_and_mask_functions(is_compiled: bool) -> None:
+    attend = torch.compile(flex_attention) if is_compiled else flex_attention
+    given = [torch.randn(1, 2, 128, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    on_tpu = [t.to("tpu").requires_grad_() for t in given]
+    on_cpu = [t.clone().requires_grad_() for t in given]
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 128, 128, device="tpu")
+    made = attend(*on_tpu, score_mod=lambda score, b, h, i, j: score + (i - j) * 0.01, block_mask=mask)
+    bias = (torch.arange(128)[:, None] - torch.arange(128)) * 0.01
+    bias = bias.masked_fill(torch.ones(128, 128).triu(1).bool(), float("-inf"))
+    expected = F.scaled_dot_product_attention(*on_cpu, attn_mask=bias)
+    made.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(made.cpu(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close([t.grad.cpu() for t in on_tpu], [t.grad for t in on_cpu], rtol=1e-3, atol=1e-4)
 
 
 def test_a_vmapped_and_differentiated_function_compiles() -> None:

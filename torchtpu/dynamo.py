@@ -28,6 +28,22 @@ def install() -> None:
         return original(*args, **kwargs)
 
     torch.compile = compile
+    _admit_to_flex_attention()
+
+
+def _admit_to_flex_attention() -> None:
+    """flex_attention refuses devices that it does not know by name; its dense form runs on any."""
+    from torch.nn.attention import flex_attention
+
+    module: Any = flex_attention
+    refuse = module._validate_device
+
+    @functools.wraps(refuse)
+    def validate(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if query.device.type != "tpu":
+            refuse(query, key, value)
+
+    module._validate_device = validate
 
 
 def backend(
