@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from torchtpu.ops.matmul import contract, precision_of
 from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
@@ -149,7 +150,11 @@ def _infer_convolution(
         raise RuntimeError("negative padding is not supported")
     if min(dilation) <= 0:
         raise RuntimeError("dilation should be greater than zero")
-    return torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    made = torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    formats = {suggest_memory_format(input), suggest_memory_format(weight)} - {torch.contiguous_format}
+    if formats:  # as PyTorch's kernels, unlike its meta function
+        made = made.contiguous(memory_format=formats.pop())
+    return made
 
 
 @lowering("convolution", infer=_infer_convolution)
