@@ -25,6 +25,7 @@ class Counters:
     cache_misses: int = 0
     cache_load_failures: int = 0
     launches: int = 0
+    host_calls: int = 0
     uploads: int = 0
     bytes_uploaded: int = 0
     downloads: int = 0

@@ -24,6 +24,7 @@ from .counters import Counters
 from .executor import About, Executable, Executor
 from .fragments import Fragments
 from .guards import Guard
+from .host_calls import HostCall, HostOp
 from .lower import Module, lower
 from .manifest import Journal, Outcome
 from .memory import show_bytes
@@ -39,6 +40,7 @@ class Engine:
     lowerings ask; `knob` gives the settings log, memory_limit, debug_nans and num_compile_threads; `release` lets
     go of arrays that nobody holds any more. A `journal` hears of every program and of what became of it; `observers`,
     a list that may change, hear of each program and launch.
+    `host_ops` are ops that run on the host in launch order, each in a region of its own.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Engine:
         release: Callable[[], Any] = lambda: None,
         journal: Journal | None = None,
         observers: Sequence[Observer] = (),
+        host_ops: Mapping[str, HostOp] | None = None,
     ) -> None:
         self._observers = observers
         self.counters = counters
@@ -67,6 +70,7 @@ class Engine:
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
         self.compiler = Compiler(self.client, store, counters, threads)
         self._journal = journal
+        self._host_ops = host_ops or {}
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         self._executor = Executor(self.client, counters, knob, release, observers)
         self.history = self._executor.history
@@ -82,6 +86,9 @@ class Engine:
             program, device = plan.program, plan.device
             if "cluster" in self._knob("log"):
                 log.write(str(program))
+            if program.ops[-1].name in self._host_ops:
+                plan.ready(HostCall(self.client, program, device, self._host_ops[program.ops[-1].name]))
+                return
             module, about, flight = self._submit(program, device, is_flat=False)
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             if self._journal is not None:

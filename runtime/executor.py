@@ -13,6 +13,7 @@ import torch
 from .compiler import Loaded
 from .counters import Counters
 from .guards import Guard, unsettled
+from .host_calls import HostCall
 from .log import write
 from .lower import Module
 from .memory import show_bytes, wait_for_room
@@ -113,12 +114,17 @@ class Executor:
 
     def launch(self, work: Any) -> None:
         """Enqueues the work's program; tells the work what came of it and never raises."""
+        executable = work.executable
         try:
-            outputs, guard = self._run(work)
+            outputs, guard = self._call(work) if isinstance(executable, HostCall) else self._run(work)
         except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it, Ctrl-C too
-            work.failed(_explained(error, work.executable.about))
+            work.failed(error if isinstance(executable, HostCall) else _explained(error, executable.about))
         else:
             work.done(outputs, guard)
+
+    def _call(self, work: Any) -> tuple[list[Any], Guard | None]:
+        self._counters.host_calls += 1
+        return work.executable.run(work), _joined(self._client, unsettled(work.guards()))
 
     def _run(self, work: Any) -> tuple[list[Any], Guard | None]:
         client, executable, device = self._client, work.executable, work.device
@@ -141,8 +147,8 @@ class Executor:
         guard = None
         if executable.checks:
             guard = Guard(client, outputs.pop(), executable.checks, earlier)
-        elif earlier:
-            guard = earlier[0] if len(earlier) == 1 else Guard(client, None, (), earlier)
+        else:
+            guard = _joined(client, earlier)
         if guard is not None:
             self._unsettled[device] = unsettled([*self._unsettled[device], guard])
         region, about = work.region, executable.about
@@ -201,6 +207,12 @@ class Executor:
             f"cut: {launch.reason} ({launch.line}) | {found} | run {run_ms:.1f} ms | "
             f"peak {show_bytes(loaded.argument_bytes + executable.needed_bytes)}"
         )
+
+
+def _joined(client: Client, guards: list[Guard]) -> Guard | None:
+    if len(guards) > 1:
+        return Guard(client, None, (), guards)
+    return guards[0] if guards else None
 
 
 def _check_arguments(client: Client, executable: Executable, arguments: list[Any]) -> None:

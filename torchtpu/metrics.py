@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtpu import fallback, startup
+from torchtpu import distributed, fallback, startup
 from torchtpu.ops import counts
 from torchtpu.runtime import _C
 
@@ -17,7 +17,8 @@ def snapshot() -> dict[str, Any]:
     ops_recorded, trie_hits, trie_misses, trie_nodes, regions, cuts {reason: count}, live_buffers, live_nodes and queue
     come from the recorder; programs_compiled, fragment_traces, cache_hits_memory, cache_hits_disk, launches,
     bytes_uploaded, bytes_downloaded and their like from the engine; count_reads {op: count} from the ops whose results'
-    shapes depend on data; cpu_fallbacks {op: count} and bytes_fallback from the ops that ran on the CPU.
+    shapes depend on data; cpu_fallbacks {op: count} and bytes_fallback from the ops that ran on the CPU; collectives
+    {name: count}, bytes_collectives and collective_ms (what launches waited) from torch.distributed.
     """
     return {
         **startup.engine_counters().snapshot(),
@@ -25,6 +26,7 @@ def snapshot() -> dict[str, Any]:
         "count_reads": counts.count_reads(),
         "cpu_fallbacks": fallback.cpu_fallback_counts(),
         "bytes_fallback": fallback.bytes_moved(),
+        **distributed.snapshot(),
     }
 
 
@@ -34,3 +36,4 @@ def reset() -> None:
     _C.reset_stats()
     counts.reset()
     fallback.reset()
+    distributed.reset()

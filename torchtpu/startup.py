@@ -18,7 +18,7 @@ import torch
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchtpu import config, fallback
+from torchtpu import config, distributed, fallback
 from torchtpu.ops import composed
 from torchtpu.runtime import _C
 from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
@@ -195,6 +195,7 @@ def platform() -> str:
 def start() -> None:
     """Prepares the recorder: devices, ops, limits, boundaries, fork and exit. Called once, at import."""
     _C.set_device_count(_count_devices())
+    _C.set_device(_local_rank() % _C.device_count())
     config.on_change(_apply)
     _lazy.served = _C.register_ops(_ops())
     composed.install()
@@ -206,6 +207,11 @@ def start() -> None:
     torch._C._set_multithreading_enabled(False)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
     atexit.register(_shut_down)
+    distributed.install()
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _count_devices() -> int:
@@ -214,7 +220,8 @@ def _count_devices() -> int:
         return devices_of_host(*find_chip(target))
     where = platform()
     if where == "cpu":
-        return max(1, config.get("num_devices"))
+        # A script under torchrun takes the device of its LOCAL_RANK, as on a machine with that many chips.
+        return max(1, config.get("num_devices"), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if where == "tpu":
         visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
         return len(visible.split(",")) if visible else max(1, len(chips()))
@@ -304,6 +311,7 @@ def _make_engine(lazy: LazyEngine) -> Any:
         release=_C.drain,
         journal=journal,
         observers=lazy.observers,
+        host_ops=distributed.HOST_OPS,
     )
 
 

@@ -6,6 +6,7 @@
 
 #include "bridge.h"
 #include "device.h"
+#include "process_group.h"
 #include "program.h"
 #include "queue.h"
 #include "replay.h"
@@ -177,6 +178,7 @@ PYBIND11_MODULE(_C, m) {
   bind_device(m);
   bind_engine_types(m);
   bind_replay(m);
+  bind_process_group(m);
   m.def("register_ops", [](const py::list& rows) {
     std::vector<std::pair<std::string, OpFacts>> table;
     for (auto row : rows) {

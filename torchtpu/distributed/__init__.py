@@ -1,0 +1,53 @@
+"""torch.distributed on the device: in come process groups, out go recorded collectives.
+
+Data passes group (what c10d calls) → calls (recorded, then run in the launch order) → gloo (the transport); peers says
+what the other ranks do when a call fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtpu.runtime import _C
+
+from . import calls
+from .calls import OP, perform, reset, snapshot
+from .group import Group
+
+__all__ = ["HOST_OPS", "install", "reset", "snapshot"]
+
+HOST_OPS = {OP: perform}
+
+_EXIT_SECONDS = 60.0
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def install() -> None:
+    """Makes `tpu` a backend of torch.distributed, and the default one of tpu tensors. Called once, at import."""
+    if not dist.is_available():
+        return
+    calls.install()
+    dist.Backend.register_backend("tpu", _make_backend, extended_api=True, devices=["tpu", "cpu"])
+    atexit.register(_at_exit)
+
+
+def _make_backend(options: Any, backend_options: Any) -> Any:
+    rank, size = options.group_rank, options.group_size
+    group = Group(options.store, rank, size, options.timeout, options.group_id, options.global_ranks_in_group)
+    _groups.add(group)
+    return _C.make_backend(group, rank, size, options.timeout)
+
+
+def _at_exit() -> None:
+    """Peers may wait for what is recorded here and has not run; after an exception they are told at once."""
+    is_failing = getattr(sys, "last_value", None) is not None
+    for group in list(_groups):
+        if is_failing or not group.drain(_EXIT_SECONDS):
+            group.abort()
+        group.close()
+    calls.close(_EXIT_SECONDS)
