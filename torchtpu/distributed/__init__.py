@@ -7,11 +7,14 @@ what the other ranks do when a call fails.
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from torchtpu.runtime import _C
 
@@ -33,7 +36,20 @@ def install() -> None:
         return
     calls.install()
     dist.Backend.register_backend("tpu", _make_backend, extended_api=True, devices=["tpu", "cpu"])
+    distributed_c10d._new_process_group_helper = _naming_the_backend(distributed_c10d._new_process_group_helper)
     atexit.register(_at_exit)
+
+
+def _naming_the_backend(make: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch gives a group without a named backend a default one of gloo, which the group may not have."""
+
+    @functools.wraps(make)
+    def make_group(size: int, rank: int, ranks: Any, backend: Any, *arguments: Any, **options: Any) -> Any:
+        if str(backend) == dist.Backend.UNDEFINED:
+            backend = dist.Backend("tpu")
+        return make(size, rank, ranks, backend, *arguments, **options)
+
+    return make_group
 
 
 def _make_backend(options: Any, backend_options: Any) -> Any:

@@ -1,0 +1,248 @@
+"""In: torchrun. Out: status 0 where stock training on all ranks gives what one process gives on the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from torchtpu import metrics
+
+STEPS = 3
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 13), nn.LayerNorm(13), nn.Linear(13, 3))
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        yield torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def mine(batch: torch.Tensor) -> torch.Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()].to("tpu")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def on_one_process(*, clip: float | None = None) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and parameters of the same training on the CPU."""
+    model = make_model()
+    optimizer = adamw(model)
+    losses = []
+    for x, y in batches():
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[..., Any] | None = None) -> list[float]:
+    """The mean losses of all ranks."""
+    losses = []
+    for x, y in batches():
+        loss = nn.functional.mse_loss(model(mine(x)), mine(y))
+        loss.backward()
+        if step is not None:
+            step()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss := loss.detach(), dist.ReduceOp.AVG)
+        losses.append(loss)
+    return [loss.item() for loss in losses]
+
+
+def check(losses: list[float], model: nn.Module, *, clip: float | None = None) -> None:
+    expected, parameters = on_one_process(clip=clip)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    for found, wanted in zip(model.parameters(), parameters, strict=True):
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(whole.detach().cpu(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def ddp() -> None:
+    for options in (
+        {},
+        {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005},
+        {"static_graph": True, "device_ids": [torch.device("tpu", torch.tpu.current_device())]},
+    ):
+        model = DistributedDataParallel(make_model().to("tpu"), **options)
+        check(train(model, adamw(model)), model)
+
+
+def ddp_hooks() -> None:
+    model = DistributedDataParallel(make_model().to("tpu"))
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    check(train(model, adamw(model)), model)
+    model = DistributedDataParallel(make_model().to("tpu"))
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    losses = train(model, adamw(model))
+    torch.testing.assert_close(losses, on_one_process()[0], rtol=1e-2, atol=1e-2)
+
+
+def ddp_no_sync() -> None:
+    """Two half batches, the first without communication, are one whole batch."""
+    model = DistributedDataParallel(make_model().to("tpu"))
+    optimizer = adamw(model)
+    for x, y in batches():
+        (x1, x2), (y1, y2) = mine(x).chunk(2), mine(y).chunk(2)
+        before = metrics.snapshot()["collectives"].get("all_reduce", 0)
+        with model.no_sync():
+            (nn.functional.mse_loss(model(x1), y1) / 2).backward()
+        assert metrics.snapshot()["collectives"].get("all_reduce", 0) == before
+        (nn.functional.mse_loss(model(x2), y2) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check(on_one_process()[0], model)
+
+
+def fsdp2() -> None:
+    mesh = init_device_mesh("tpu", (dist.get_world_size(),))
+
+    def sharded(model: nn.Module, **options: Any) -> nn.Module:
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, **options)
+        return fully_shard(model, mesh=mesh, **options)
+
+    model = sharded(make_model().to("tpu"))
+    check(train(model, adamw(model), lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5)), model, clip=0.5)
+    model = sharded(make_model())  # of the CPU: fully_shard moves it
+    check(train(model, adamw(model)), model)
+    model = sharded(make_model().to("tpu"), reshard_after_forward=False)
+    check(train(model, adamw(model)), model)
+    half = sharded(make_model().to("tpu"), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    torch.testing.assert_close(train(half, adamw(half)), on_one_process()[0], rtol=2e-2, atol=2e-2)
+    off = sharded(make_model(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    check(train(off, adamw(off)), off)
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    sharded(empty)
+    empty.to_empty(device="tpu")
+    for parameter in empty.parameters():
+        nn.init.ones_(parameter)
+    assert empty(torch.ones(1, 6, device="tpu")).tolist() == [[29.0, 29.0]]
+
+
+def dtensors() -> None:
+    mesh = init_device_mesh("tpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    x = torch.arange(20.0).view(5, 4)
+    rows = distribute_tensor(x.to("tpu"), mesh, [Shard(0)])
+    columns = rows.redistribute(mesh, [Shard(1)])
+    copies = columns.redistribute(mesh, [Replicate()])
+    assert torch.equal(copies.to_local().cpu(), x)
+    assert torch.equal((rows @ rows.t()).full_tensor().cpu(), x @ x.t())
+    parts = DTensor.from_local(x.to("tpu"), mesh, [Partial()])
+    assert torch.equal(parts.full_tensor().cpu(), x * dist.get_world_size())
+    assert torch.equal(
+        parts.redistribute(mesh, [Shard(0)]).full_tensor().cpu(), x * dist.get_world_size()
+    )
+    assert rows.sum().full_tensor().item() == x.sum().item()
+
+
+def tensor_parallel() -> None:
+    mesh = init_device_mesh("tpu", (dist.get_world_size(),))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+
+    model, alone = make().to("tpu"), make()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizers = adamw(model), adamw(alone)
+    for x, y in batches():
+        losses = []
+        for m, optimizer, device in zip((model, alone), optimizers, ("tpu", "cpu"), strict=True):
+            loss = nn.functional.mse_loss(m(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-6)
+
+
+def functional() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    x = torch.arange(4.0, device="tpu") + rank
+    total = funcol.all_reduce(x, "sum", group) + 1
+    expected = [sum(i + r for r in range(size)) + 1.0 for i in range(4)]
+    assert total.tolist() == expected
+    gathered = funcol.all_gather_tensor(x, 0, group)
+    assert gathered.tolist() == [i + float(r) for r in range(size) for i in range(4)]
+    part = funcol.reduce_scatter_tensor(x.repeat(size), "avg", 0, group)
+    assert part.tolist() == [(e - 1) / size for e in expected]
+    exchanged = funcol.all_to_all_single(torch.full((size,), float(rank), device="tpu"), None, None, group)
+    assert exchanged.tolist() == [float(r) for r in range(size)]
+
+
+def checkpoint(folder: str) -> None:
+    """Saved here by all ranks; the second half of the test loads it in one process."""
+    model = make_model().to("tpu")
+    fully_shard(model)
+    optimizer = adamw(model)
+    train(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    before = [p.full_tensor().cpu() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    for found, wanted in zip(model.parameters(), before, strict=True):
+        assert torch.equal(found.full_tensor().cpu(), wanted)
+
+
+def load_alone(folder: str) -> None:
+    """One process reads what all ranks wrote, and its parameters are those of training alone."""
+    model = make_model().to("tpu")
+    dcp.load({"model": (weights := model.state_dict())}, checkpoint_id=folder)
+    model.load_state_dict(weights)
+    for found, wanted in zip(model.parameters(), on_one_process()[1], strict=True):
+        torch.testing.assert_close(found.detach().cpu(), wanted, rtol=1e-5, atol=1e-6)
+
+
+CLIENTS = {f.__name__: f for f in (ddp, ddp_hooks, ddp_no_sync, fsdp2, dtensors, tensor_parallel, functional)}
+
+
+def main() -> None:
+    folder, *chosen = sys.argv[1:]
+    if "load_alone" in chosen:
+        load_alone(folder)
+        return
+    dist.init_process_group()
+    for name, client in CLIENTS.items():
+        if not chosen or name in chosen:
+            client()
+            print(f"rank {dist.get_rank()}: {name} is equal", flush=True)
+    if not chosen or "checkpoint" in chosen:
+        checkpoint(folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
