@@ -1,10 +1,11 @@
 """The recorder's Python surface; bind.cpp and device.cpp define it."""
 
-import datetime
+import datetime as dt
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import Backend
 
 from .region import Program
 

@@ -42,11 +42,11 @@ def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
                 process.send_signal(signal.SIGABRT)  # faulthandler dumps the stacks
                 status = process.wait(20)
         ended = Ended(status, Path(folder, "out").read_text(), Path(folder, "err").read_text())
-        is_alone = _is_gone(process.pid)
+        is_alone = is_gone(process.pid)
         return ended if is_alone else ended._replace(err=ended.err + "a process outlives the script")
 
 
-def _is_gone(group: int) -> bool:
+def is_gone(group: int) -> bool:
     """Whether the group ends by itself within 5 seconds, as multiprocessing's helpers do; it is dead afterwards."""
     try:
         for _ in range(50):

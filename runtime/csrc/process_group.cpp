@@ -3,8 +3,9 @@
 #include "process_group.h"
 
 #include <pybind11/chrono.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "bridge.h"
 
@@ -171,11 +172,11 @@ class Backend final : public c10d::Backend {
 }  // namespace
 
 void bind_process_group(pybind11::module_& m) {
-  m.def("make_backend",
-        [](py::object group, int rank, int size,
-           std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
-          return c10::make_intrusive<Backend>(std::move(group), rank, size, timeout);
-        });
+  m.def(
+      "make_backend",
+      [](py::object group, int rank, int size, std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
+        return c10::make_intrusive<Backend>(std::move(group), rank, size, timeout);
+      });
 }
 
 }  // namespace torchtpu

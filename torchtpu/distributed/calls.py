@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.library
 
 from torchtpu.runtime import _C
 
@@ -100,12 +101,13 @@ _waiting: dict[int, Call] = {}
 _order = threading.RLock()  # tickets are recorded in the order of their numbers
 _worker = _Worker()
 _totals = _Totals()
-_library: list[torch.library.Library] = []
+_library: list[Any] = []
 
 
 def install() -> None:
     """Makes the op known to PyTorch and to the recorder. Called once."""
-    library = torch.library.Library("torchtpu", "DEF")
+    make_library: Any = torch.library.Library
+    library = make_library("torchtpu", "DEF")
     library.define("collective(Tensor input, int ticket, str what, int[] sizes) -> Tensor")
     library.impl("collective", lambda input, ticket, what, sizes: input.new_empty(sizes), "Meta")
     _library.append(library)  # which unregisters the op when it dies

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 _MAX_SENDS = 256
 
@@ -19,10 +20,10 @@ _MAX_SENDS = 256
 class Gloo:
     """One group's connections. Tensors are flat; reductions take the dtypes that gloo takes."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
         self.size = size
-        self.group = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from torchtpu.runtime import _C
@@ -58,12 +59,12 @@ class Group:
     """One group of ranks; `ranks` are their global numbers."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
     ) -> None:
         self.rank = rank
         self.size = size
-        self._transport = Gloo(dist.PrefixStore("device", store), rank, size, timeout)
-        self._host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)
+        self._transport = Gloo(PrefixStore("device", store), rank, size, timeout)
+        self._host: Any = dist.ProcessGroupGloo(PrefixStore("host", store), rank, size, timeout)
         self._peers = Peers(store, rank, size, name, ranks)
         self._sequence = 0
         self._lock = threading.Lock()  # guards what follows
@@ -307,7 +308,7 @@ class Group:
         self, name: str, tensor: torch.Tensor, output: torch.Tensor | None, op: Any, arguments: tuple[int, ...]
     ) -> Call:
         """Records a reduction and writes its result to `output`, where there is one."""
-        kind, factor = ReduceOp.__getstate__(ReduceOp(op) if isinstance(op, ReduceOp.RedOpType) else op)
+        kind, factor = _parts(op)
         with torch.no_grad():
             source, plain = _prepared(tensor.detach(), kind, factor)
         run = functools.partial(getattr(self._transport, name), op=plain, **_named(name, arguments))
@@ -345,6 +346,13 @@ class Group:
     def _refuse_after_failure(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _parts(op: Any) -> tuple[Any, Any]:
+    """What kind of reduction an op is, and the factor of PREMUL_SUM."""
+    reduce_op: Any = ReduceOp(op) if isinstance(op, ReduceOp.RedOpType) else op
+    kind, factor = reduce_op.__getstate__()
+    return kind, factor
 
 
 def _prepared(tensor: torch.Tensor, kind: Any, factor: Any) -> tuple[torch.Tensor, Any]:

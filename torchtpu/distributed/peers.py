@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 import torchtpu
 
@@ -31,13 +32,13 @@ _STORE_SECONDS = timedelta(seconds=5)
 class Peers:
     """The other ranks of one group, `ranks` their global numbers."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Store, rank: int, size: int, name: str, ranks: Sequence[int]) -> None:
         self._rank = rank
         self._name = name
         self._ranks = list(ranks) or list(range(size))
-        self._store = dist.PrefixStore("calls", store)
+        self._store = PrefixStore("calls", store)
         self.last: Call | None = None
-        _reporter.serve(self, dist.PrefixStore("reports", store), self._ranks[rank])
+        _reporter.serve(self, PrefixStore("reports", store), self._ranks[rank])
 
     def __str__(self) -> str:
         last = self.last
@@ -88,11 +89,11 @@ class _Reporter:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
         self._groups: list[Peers] = []
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def serve(self, group: Peers, store: dist.Store, rank: int) -> None:
+    def serve(self, group: Peers, store: Store, rank: int) -> None:
         with self._lock:
             self._groups.append(group)
             if self._thread is not None:
@@ -134,7 +135,7 @@ class _Reporter:
         silent = "did not answer: its process has ended or hangs outside Python"
         return [f"rank {rank} {answers.get(rank, silent)}" for rank in ranks]
 
-    def _serve(self, store: dist.Store, rank: int, stop: threading.Event) -> None:
+    def _serve(self, store: Store, rank: int, stop: threading.Event) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone
             while not stop.wait(_POLL_SECONDS):
                 if store.check(["asked"]):
