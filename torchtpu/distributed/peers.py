@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class _Reporter:
                 return
             self._store = store
             self._stop = threading.Event()
-            mine = store.clone()
+            mine = cast("Any", store).clone()
             mine.set_timeout(_STORE_SECONDS)
             self._thread = threading.Thread(
                 target=self._serve, args=(mine, rank, self._stop), name="torchtpu-peers", daemon=True
@@ -123,7 +123,7 @@ class _Reporter:
             return []
         answers: dict[int, str] = {}
         with contextlib.suppress(RuntimeError):  # the store is gone too
-            store = self._store.clone()
+            store = cast("Any", self._store).clone()
             store.set_timeout(_STORE_SECONDS)
             store.set("asked", "1")
             deadline = time.monotonic() + _ANSWER_SECONDS
