@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -146,6 +148,47 @@ def fsdp2() -> None:
     assert empty(torch.ones(1, 6, device="tpu")).tolist() == [[29.0, 29.0]]
 
 
+def hybrid() -> None:
+    """Sharded in one dimension of the mesh, replicated in the other."""
+    mesh = init_device_mesh("tpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(make_model().to("tpu"), mesh=mesh)
+    check(train(model, adamw(model)), model)
+
+
+def fsdp1() -> None:
+    device = torch.device("tpu", torch.tpu.current_device())
+    model = FullyShardedDataParallel(make_model().to("tpu"), use_orig_params=True, device_id=device)
+    losses = train(model, adamw(model))
+    with FullyShardedDataParallel.summon_full_params(model):
+        check(losses, model)
+
+
+def pipeline() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6) for _ in range(size)]
+    alone = nn.Sequential(*[copy.deepcopy(layer) for layer in layers])
+    device = torch.device("tpu", torch.tpu.current_device())
+    stage = PipelineStage(layers[rank].to(device), rank, size, device)
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    optimizer, other = adamw(layers[rank]), adamw(alone)
+    for x, _ in batches():
+        losses: list[torch.Tensor] = []
+        given = (x.to(device),) if rank == 0 else ()
+        wanted = {"target": x.flip(0).to(device), "losses": losses} if rank == size - 1 else {}
+        schedule.step(*given, **wanted)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(alone(x), x.flip(0))
+        loss.backward()
+        other.step()
+        other.zero_grad()
+        if losses:
+            torch.testing.assert_close(torch.stack(losses).mean().item(), loss.item(), rtol=1e-6, atol=1e-6)
+    for found, expected in zip(layers[rank].parameters(), alone[rank].parameters(), strict=True):
+        torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
 def dtensors() -> None:
     mesh = init_device_mesh("tpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     x = torch.arange(20.0).view(5, 4)
@@ -205,6 +248,7 @@ def checkpoint(folder: str) -> None:
     optimizer = adamw(model)
     train(model, optimizer)
     weights, states = get_state_dict(model, optimizer)
+    dcp.async_save({"model": weights, "optimizer": states}, checkpoint_id=folder).result()
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
     before = [p.full_tensor().cpu() for p in model.parameters()]
     with torch.no_grad():
@@ -226,7 +270,12 @@ def load_alone(folder: str) -> None:
         torch.testing.assert_close(found.detach().cpu(), wanted, rtol=1e-5, atol=1e-6)
 
 
-CLIENTS = {f.__name__: f for f in (ddp, ddp_hooks, ddp_no_sync, fsdp2, dtensors, tensor_parallel, functional)}
+CLIENTS = {
+    client.__name__: client
+    for client in (
+        ddp, ddp_hooks, ddp_no_sync, fsdp2, hybrid, fsdp1, pipeline, dtensors, tensor_parallel, functional,
+    )
+}  # fmt: skip
 
 
 def main() -> None:

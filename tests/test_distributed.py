@@ -101,11 +101,18 @@ def test_every_collective_leaves_what_gloo_leaves(backend: str | None) -> None:
     assert ended.status == 0, ended.err
 
 
-def test_stock_training_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
-    """DDP, FSDP2, DTensor, tensor parallel, functional collectives; a checkpoint of two ranks is read by one."""
-    ended = torchrun("distributed_clients.py", str(tmp_path / "checkpoint"))
+@pytest.mark.full
+def test_four_ranks_leave_what_gloo_leaves() -> None:
+    ended = torchrun("distributed_collectives.py", ranks=4)
     assert ended.status == 0, ended.err
-    assert ended.out.count("is equal") == 2 * 7
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_stock_training_on_several_ranks_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
+    """DDP, FSDP, DTensor, tensor and pipeline parallel, functional collectives; their checkpoint is read by one."""
+    ended = torchrun("distributed_clients.py", str(tmp_path / "checkpoint"), ranks=ranks)
+    assert ended.status == 0, ended.err
+    assert ended.out.count("is equal") == ranks * 10
     alone = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / "distributed_clients.py", tmp_path / "checkpoint", "load_alone"],
         capture_output=True, text=True, check=False, timeout=300,
