@@ -54,6 +54,28 @@ def test_print_records_no_op_and_reads_once():
     assert text == "tensor([[1., 4.],\n        [2., 5.],\n        [3., 6.]], device='tpu:0')"
 
 
+def same_numbers(x: torch.Tensor, expected: torch.Tensor) -> None:
+    numbers = [re.sub(r"\s+", "", repr(t)).split("]" * t.dim())[0] for t in (x, expected)]
+    assert numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
+@pytest.mark.parametrize("shape", [(2**23,), (2**12, 2**11), (2, 2**20, 4), (7, 3, 2, 2**18)], ids=str)
+def test_a_large_tensor_copies_what_is_printed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    count = torch.Size(shape).numel()
+    x = (torch.arange(count) % 1009).to(dtype).reshape(shape)
+    y = x.to("tpu").transpose(0, -1)
+    torch.tpu.synchronize()
+    before = metrics.snapshot()["bytes_downloaded"]
+    same_numbers(y, x.transpose(0, -1))
+    assert metrics.snapshot()["bytes_downloaded"] - before <= 64 << 10
+    torch.set_printoptions(edgeitems=5, threshold=3)
+    try:
+        same_numbers(y, x.transpose(0, -1))
+    finally:
+        torch.set_printoptions(profile="default")
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1, 1), (2000,), (50, 50), (3, 40, 40)], ids=str)
 def test_any_shape_prints_as_on_the_cpu(shape):
     x = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
