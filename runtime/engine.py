@@ -23,7 +23,7 @@ from .compiler import Compiler, Loaded
 from .counters import Counters
 from .executor import About, Executable, Executor
 from .fragments import Fragments
-from .guards import Guard
+from .guards import Guard, recorded_at
 from .host_calls import HostCall, HostOp
 from .lower import Module, lower
 from .manifest import Journal, Outcome
@@ -92,9 +92,9 @@ class Engine:
             module, about, flight = self._submit(program, device, is_flat=False)
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             if self._journal is not None:
-                identity = self._journal.program(program, torch.get_float32_matmul_precision())
+                identity = self._journal.program(program)
                 self._journal.outcome(Outcome(identity, "failed", error=f"{type(error).__name__}: {error}"))
-            plan.failed(_unlowered(error, plan.line))
+            plan.failed(_unlowered(error, plan.line, plan.run))
             return
         self.counters.regions_planned += 1
 
@@ -102,7 +102,7 @@ class Engine:
             try:
                 executable = self._executable(program, device, module, about, done)
             except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
-                plan.failed(_explained(error, about))
+                plan.failed(_explained(error, about, plan.run))
             else:
                 plan.ready(executable)
 
@@ -110,7 +110,7 @@ class Engine:
 
     def _submit(self, program: Program, device: int, *, is_flat: bool) -> tuple[Module, About, Future[Loaded]]:
         started = time.perf_counter()
-        module = lower(program, self.fragments, torch.get_float32_matmul_precision(), is_flat=is_flat)
+        module = lower(program, self.fragments, is_flat=is_flat)
         key = key_of(module.text, self.client, device)
         self.counters.lower_ms += (time.perf_counter() - started) * 1e3
         if "stablehlo" in self._knob("log"):
@@ -168,7 +168,7 @@ class Engine:
 
 
 def _keep_journal(journal: Journal, program: Program, is_flat: bool, digest: str, flight: Future[Loaded]) -> None:
-    identity = journal.program(program, torch.get_float32_matmul_precision(), is_flat=is_flat)
+    identity = journal.program(program, is_flat=is_flat)
 
     def note(done: Future[Loaded]) -> None:
         error = CancelledError("the engine was closed") if done.cancelled() else done.exception()
@@ -196,20 +196,23 @@ def _largest(program: Program) -> str:
     return f"{shape}, {show_bytes(nbytes)}, of {full_name(op.name)} at {op.line}"
 
 
-def _unlowered(error: Exception, line: str) -> Exception:
-    """The error of a region that was not lowered; a RuntimeError names its op and line already."""
-    if isinstance(error, RuntimeError):
+def _unlowered(error: Exception, line: str, run: str) -> Exception:
+    """The error of a region that was not lowered; a RuntimeError names its op, and where that was first recorded."""
+    if isinstance(error, RuntimeError) and not run:
         return error
-    failure = RuntimeError(f"the region recorded at {line} could not be lowered: {type(error).__name__}: {error}")
+    what = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+    text = f"the region {recorded_at(line, run)} could not be lowered: {what}{error}"
+    failure = (NotImplementedError if isinstance(error, NotImplementedError) else RuntimeError)(text)
     failure.__cause__ = error
     return failure
 
 
-def _explained(error: BaseException, about: About) -> Exception:
+def _explained(error: BaseException, about: About, run: str) -> Exception:
     """The error of a failed build."""
+    place = recorded_at(about.line, run)
     if isinstance(error, CancelledError):
-        return RuntimeError(f"the region recorded at {about.line} was not compiled: the engine is closed")
-    text = f"the region recorded at {about.line} ({about.ops} ops) could not be compiled: {error}"
+        return RuntimeError(f"the region {place} was not compiled: the engine is closed")
+    text = f"the region {place} ({about.ops} ops) could not be compiled: {error}"
     kind = torch.OutOfMemoryError if "RESOURCE_EXHAUSTED" in str(error) else RuntimeError
     failure = kind(f"{text} (its largest result: {about.largest})")
     failure.__cause__ = error

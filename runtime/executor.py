@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .compiler import Loaded
 from .counters import Counters
-from .guards import Guard, unsettled
+from .guards import Guard, Outcome, recorded_at, unsettled
 from .host_calls import HostCall
 from .log import write
 from .lower import Module
@@ -39,7 +41,10 @@ class About(NamedTuple):
 class Executable:
     """What a plan is given: a loaded program with all that a launch needs of it."""
 
-    __slots__ = ("_flat", "_make_flat", "about", "checks", "handlers", "inputs", "is_fresh", "loaded", "offsets", "run")
+    __slots__ = (
+        "_flat", "_make_flat", "about", "checks", "handlers", "inputs", "is_fresh", "kind_of", "kinds", "loaded",
+        "offsets", "run",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -50,7 +55,7 @@ class Executable:
         about: About,
         make_flat: Callable[[], Executable],
     ) -> None:
-        outputs = list(module.outputs) + ([((), torch.int32)] if module.checks else [])
+        outputs = list(module.outputs) + ([((len(module.checks),), torch.bool)] if module.checks else [])
         self.inputs = module.inputs
         self.offsets = module.offsets
         self.loaded = loaded
@@ -58,6 +63,9 @@ class Executable:
         self.run = loaded.executable
         self.handlers = client.handlers(outputs, device)
         self.checks = module.checks
+        self.kinds = tuple(dict.fromkeys(module.sources))  # the different sets of inputs and checks outputs depend on
+        numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
+        self.kind_of = [numbers[sources] for sources in module.sources]
         self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
         self._make_flat = make_flat
         self._flat: Executable | None = None
@@ -110,27 +118,51 @@ class Executor:
         self._release = release
         self.history: deque[Launch] = deque(maxlen=_HISTORY)
         self._in_flight: list[deque[Any]] = [deque() for _ in client.devices]
-        self._unsettled: list[list[Guard]] = [[] for _ in client.devices]
+        self._outcomes: list[list[Outcome]] = [[] for _ in client.devices]
 
     def launch(self, work: Any) -> None:
         """Enqueues the work's program; tells the work what came of it and never raises."""
         executable = work.executable
+        if isinstance(executable, HostCall):
+            return self._call(work)
         try:
-            outputs, guard = self._call(work) if isinstance(executable, HostCall) else self._run(work)
+            if executable.offsets:
+                executable = executable.at(work.ints.tolist())
+            errors = work.errors()
+            spoiled = functools.reduce(operator.or_, (inputs for _, inputs in errors), 0)
+            if not errors or self._spoil(work, executable, errors, spoiled):
+                self._run(work, executable, spoiled)
         except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it, Ctrl-C too
-            work.failed(error if isinstance(executable, HostCall) else _explained(error, executable.about))
-        else:
-            work.done(outputs, guard)
+            _forget_frames(error)
+            work.failed(_explained(error, executable.about, work.run))
 
-    def _call(self, work: Any) -> tuple[list[Any], Guard | None]:
-        self._counters.host_calls += 1
-        return work.executable.run(work), _joined(self._client, unsettled(work.guards()))
+    def _call(self, work: Any) -> None:
+        """Runs a host call, whose outputs depend on all its inputs."""
+        try:
+            for error, _ in work.errors():
+                return work.failed(error)
+            self._counters.host_calls += 1
+            outputs = work.executable.run(work)
+            doubts = unsettled(work.guards())
+            work.done(outputs, [Guard(None, 0, doubts)] * len(outputs) if doubts else [])
+        except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
+            _forget_frames(error)
+            work.failed(error)
 
-    def _run(self, work: Any) -> tuple[list[Any], Guard | None]:
-        client, executable, device = self._client, work.executable, work.device
-        if executable.offsets:
-            executable = executable.at(work.ints.tolist())
+    def _spoil(self, work: Any, executable: Executable, errors: list[tuple[Any, int]], spoiled: int) -> bool:
+        """Fails the outputs that depend on failed inputs; whether there is anything else to compute."""
+        first = [next((error for error, inputs in errors if inputs & kind), None) for kind in executable.kinds]
+        for k, kind in enumerate(executable.kind_of):
+            if first[kind] is not None:
+                work.spoil(k, first[kind])
+        return None in first or any(not check.sources & spoiled for check in executable.checks)
+
+    def _run(self, work: Any, executable: Executable, spoiled: int) -> None:
+        client, device = self._client, work.device
         arguments = work.inputs()
+        for i, (shape, dtype) in enumerate(executable.inputs if spoiled else ()):
+            if spoiled >> i & 1:  # nothing that is left to compute depends on it
+                arguments[i] = client.upload(torch.zeros(shape, dtype=dtype), device)
         for numbers in (work.floats, work.ints):
             if numbers is not None:
                 arguments.append(client.upload(numbers, device))
@@ -139,18 +171,17 @@ class Executor:
         limit = self._knob("memory_limit")
         if limit:
             self._wait_for_room(limit, executable, device)
-        earlier = unsettled(work.guards())
+        doubts = unsettled(work.guards())
         started = time.perf_counter()
         outputs, token = client.execute(executable.run, arguments, executable.handlers)
         self._track(device, token)
         self._counters.launches += 1
-        guard = None
+        outcome = None
         if executable.checks:
-            guard = Guard(client, outputs.pop(), executable.checks, earlier)
-        else:
-            guard = _joined(client, earlier)
-        if guard is not None:
-            self._unsettled[device] = unsettled([*self._unsettled[device], guard])
+            outcome = Outcome(client, outputs.pop(), executable.checks, doubts, spoiled, lambda: work.run)
+            waiting = [o for o in self._outcomes[device] if not o.is_settled()]
+            self._outcomes[device] = [*waiting, outcome]
+        guards = _guards(executable, outcome, doubts) if outcome or doubts else []
         region, about = work.region, executable.about
         launch = Launch(about, device, len(arguments), len(outputs), region["reason"], region["line"])
         self.history.append(launch)
@@ -164,7 +195,7 @@ class Executor:
         if "launch" in self._knob("log"):
             self._log(launch, executable, outputs, started)
         executable.is_fresh = False
-        return outputs, guard
+        work.done(outputs, guards)
 
     def _wait_for_room(self, limit: int, executable: Executable, device: int) -> None:
         def live() -> int:
@@ -179,10 +210,9 @@ class Executor:
         """Waits until everything launched so far on the device has run; raises what no read has raised of it."""
         for token in list(self._in_flight[device]):
             self._client.wait_for_launch(token)
-        guards, self._unsettled[device] = self._unsettled[device], []
-        for guard in guards:
-            if not guard.was_raised:
-                guard.resolve()
+        outcomes, self._outcomes[device] = self._outcomes[device], []
+        for outcome in outcomes:
+            outcome.raise_unread()
 
     def _track(self, device: int, token: Any) -> None:
         in_flight = self._in_flight[device]
@@ -209,11 +239,6 @@ class Executor:
         )
 
 
-def _joined(client: Client, guards: list[Guard]) -> Guard | None:
-    if len(guards) > 1:
-        return Guard(client, None, (), guards)
-    return guards[0] if guards else None
-
 
 def _check_arguments(client: Client, executable: Executable, arguments: list[Any]) -> None:
     """XLA checks only the size in bytes: the first launch checks shapes and dtypes."""
@@ -224,10 +249,32 @@ def _check_arguments(client: Client, executable: Executable, arguments: list[Any
         )
 
 
-def _explained(error: BaseException, about: About) -> BaseException:
+def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Guard, int]) -> list[Guard | None]:
+    """A guard for each output that depends on a check which is not known to have passed."""
+    made: list[Guard | None] = []
+    for sources in executable.kinds:
+        own = sources >> len(executable.inputs)
+        earlier = [guard for guard, inputs in doubts.items() if inputs & sources]
+        if own or len(earlier) > 1:
+            made.append(Guard(outcome if own else None, own, earlier))
+        else:
+            made.append(earlier[0] if earlier else None)
+    return [made[kind] for kind in executable.kind_of]
+
+
+def _forget_frames(error: BaseException) -> None:
+    """A launch may run in a reading thread: a stored traceback would keep the reader's frames and tensors alive."""
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+
+
+def _explained(error: BaseException, about: About, run: str) -> BaseException:
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
         return error
-    text = f"the region recorded at {about.line} ({about.ops} ops) could not be launched: {error}"
+    place = recorded_at(about.line, run)
+    text = f"the region {place} ({about.ops} ops) could not be launched: {error}"
     kind = torch.OutOfMemoryError if "RESOURCE_EXHAUSTED" in str(error) else RuntimeError
     failure = kind(f"{text} (its largest result: {about.largest})")
     failure.__cause__ = error

@@ -1,7 +1,7 @@
 """Fragments: in come recorded ops, out go the StableHLO functions that compute them, from memory, the store or a trace.
 
 A fragment is found by what decides its text: the op's name, the types of its array arguments, the values of the
-others, the recorded results, the platform and the matmul precision.
+others, the recorded results, the platform and, for an op that multiplies, the precision.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Fragments:
         self._lock = threading.Lock()  # held while fragments are added
         self._known: dict[str, Fragment] = {}
 
-    def find(self, ops: Sequence[Op], precision: str) -> list[tuple[Fragment, list[Parameter]]]:
+    def find(self, ops: Sequence[Op]) -> list[tuple[Fragment, list[Parameter]]]:
         """Each op's fragment and the arrays it is called with; an error while tracing names the op and its line."""
         known, keys, arrays = self._known, [], []
         watched = self._watch()
-        suffix = precision if watched == "off" else f"{precision} {watched}"
+        suffix = "" if watched == "off" else f" {watched}"
         missing: dict[str, Op] = {}
         for op in ops:
             try:
                 arguments, found = parameters(op)
-                key = f"{op.name}({arguments})->({describe_results(op)}) {suffix}"
+                key = f"{op.name}({arguments})->({describe_results(op)}) {op.precision}{suffix}"
             except TypeError as error:  # an element type that XLA does not have
                 raise explained(op, error) from error
             keys.append(key)
@@ -73,10 +73,10 @@ class Fragments:
                 missing[key] = op
         if missing:
             with self._lock:
-                self._add(missing, precision, watched)
+                self._add(missing, watched)
         return [(known[key], found) for key, found in zip(keys, arrays, strict=True)]
 
-    def _add(self, missing: dict[str, Op], precision: str, watched: str) -> None:
+    def _add(self, missing: dict[str, Op], watched: str) -> None:
         waiting: list[tuple[str, Op, Entry]] = []
         for key, op in missing.items():
             try:
@@ -90,11 +90,11 @@ class Fragments:
                 self._counters.fragment_hits_disk += 1
                 self._known[key] = _decode(stored)
         for first in range(0, len(waiting), _BATCH):
-            self._trace(waiting[first : first + _BATCH], precision, watched)
+            self._trace(waiting[first : first + _BATCH], watched)
 
-    def _trace(self, waiting: list[tuple[str, Op, Entry]], precision: str, watched: str) -> None:
+    def _trace(self, waiting: list[tuple[str, Op, Entry]], watched: str) -> None:
         started = time.perf_counter()
-        traced = self._tracer.trace([(op, entry) for _, op, entry in waiting], precision, watched)
+        traced = self._tracer.trace([(op, entry) for _, op, entry in waiting], watched)
         self._counters.fragment_traces += len(traced)
         build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
         for (key, op, entry), fragment in zip(waiting, traced, strict=True):

@@ -1,8 +1,11 @@
-"""Guards: in comes the number of a launch's first failed check, out goes the op's error at the next read."""
+"""Guards: in come the results of a launch's checks, out goes the op's error at the next read of what depends on it.
+
+Sets of inputs and of checks are ints: bit n stands for number n.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .calls import full_name
@@ -12,55 +15,115 @@ if TYPE_CHECKING:
     from .pjrt import Client
 
 
-class Guard:
-    """Hangs on every buffer of a launch whose own checks, or whose inputs' checks, are not known to have passed.
+class Outcome:
+    """Which of one launch's checks failed. Threads may race in it: each of them finds the same answer.
 
-    Threads may race in `pending` and `resolve`: each of them finds the same answer.
+    `doubts` are the guards of the launch's inputs; `spoiled` are the inputs that had failed and were zeros instead.
+    `run` tells which run of the program this was, once somebody asks.
     """
 
-    __slots__ = ("_checks", "_client", "_earlier", "_failed", "_first_failed", "was_raised")
-
-    def __init__(self, client: Client, first_failed: Any, checks: Sequence[Check], earlier: Sequence[Guard]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        passed: Any,
+        checks: Sequence[Check],
+        doubts: Mapping[Guard, int],
+        spoiled: int,
+        run: Callable[[], str],
+    ) -> None:
         self._client = client
-        self._first_failed = first_failed  # None once read
+        self._passed = passed  # None once read
         self._checks = checks
-        self._earlier = earlier
-        self._failed: Check | None = None
-        self.was_raised = False
+        self._doubts = doubts
+        self._spoiled = spoiled
+        self._run = run
+        self._failed = 0
+        self._raised = 0
+
+    def is_known(self) -> bool:
+        """Whether `failed` answers without waiting."""
+        return self._passed is None or self._client.is_ready(self._passed)
+
+    def is_settled(self) -> bool:
+        """Whether every check is known to have passed, or its error was raised. Never waits."""
+        return self.is_known() and not self.failed() & ~self._raised
+
+    def failed(self) -> int:
+        """The checks that failed; waits for them."""
+        array = self._passed
+        if array is not None:
+            self._failed = sum(1 << i for i, passed in enumerate(self._client.download(array).tolist()) if not passed)
+            self._passed = None
+            if not self._failed:
+                self._doubts, self._run = {}, str
+        return self._failed
+
+    def raise_first(self, checks: int) -> None:
+        """Raises the error of the first of these checks that failed, in program order."""
+        failed = self.failed() & checks
+        if failed:
+            self._raised |= failed
+            check = self._checks[(failed & -failed).bit_length() - 1]
+            place = recorded_at(check.line, self._run())
+            raise check.error(f"{check.message} ({full_name(check.op)} {place})")
+
+    def raise_unread(self) -> None:
+        """Raises what no read has raised, unless an earlier failure, which has an error of its own, led to it."""
+        failed = self.failed() & ~self._raised
+        bad = self._spoiled
+        if failed:
+            bad |= sum(inputs for guard, inputs in self._doubts.items() if guard.has_failed())
+        led = sum(1 << i for i, check in enumerate(self._checks) if check.sources & bad)
+        self.raise_first(failed & ~led)
+
+
+class Guard:
+    """Hangs on a buffer that depends on checks which are not known to have passed. Threads may race in it."""
+
+    __slots__ = ("_checks", "_earlier", "_outcome")
+
+    def __init__(self, outcome: Outcome | None, checks: int, earlier: Iterable[Guard]) -> None:
+        self._outcome = outcome
+        self._checks = checks
+        self._earlier = list(earlier)
 
     def pending(self) -> list[Guard]:
         """The guards that stand for this one now: none where all checks have passed. Never waits."""
-        earlier = unsettled(self._earlier) if self._earlier else []
-        self._earlier = earlier
-        if self._first_failed is not None and not self._client.is_ready(self._first_failed):
+        earlier = self._earlier
+        if earlier:
+            self._earlier = earlier = list(dict.fromkeys(g for guard in earlier for g in guard.pending()))
+        outcome = self._outcome
+        if outcome is None:
+            return earlier
+        if not outcome.is_known() or outcome.failed() & self._checks:
             return [self]
-        self._read()
-        if self._failed is not None:
-            return [self]
+        self._outcome = None
         return earlier
+
+    def has_failed(self) -> bool:
+        """Whether a check has failed; waits for all of them."""
+        outcome = self._outcome
+        own = outcome.failed() & self._checks if outcome is not None else 0
+        return bool(own) or any(guard.has_failed() for guard in self._earlier)
 
     def resolve(self) -> None:
         """Waits for the checks and raises the error of the first that failed, in program order."""
         for guard in self._earlier:
             guard.resolve()
-        self._read()
-        failed = self._failed
-        if failed is not None:
-            self.was_raised = True
-            raise failed.error(f"{failed.message} ({full_name(failed.op)} recorded at {failed.line})")
-
-    def _read(self) -> None:
-        array = self._first_failed
-        if array is not None:
-            number = int(self._client.download(array))
-            self._failed = self._checks[number] if number >= 0 else None
-            self._first_failed = None
+        outcome = self._outcome
+        if outcome is not None:
+            outcome.raise_first(self._checks)
 
 
-def unsettled(guards: Iterable[Guard]) -> list[Guard]:
-    """The distinct guards that these stand for now."""
-    found: dict[int, Guard] = {}
-    for guard in guards:
+def unsettled(guards: Iterable[tuple[Guard, int]]) -> dict[Guard, int]:
+    """The guards that these stand for now, with the inputs that each of them hangs on."""
+    found: dict[Guard, int] = {}
+    for guard, inputs in guards:
         for waiting in guard.pending():
-            found[id(waiting)] = waiting
-    return list(found.values())
+            found[waiting] = found.get(waiting, 0) | inputs
+    return found
+
+
+def recorded_at(line: str, run: str) -> str:
+    """Where an op stream was recorded, and how a run of it that came from elsewhere differs."""
+    return f"first recorded at {line}; this run {run}" if run else f"recorded at {line}"

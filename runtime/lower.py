@@ -6,7 +6,8 @@ Its text is a function of the program, the platform and the lowerings alone: no 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,34 +25,37 @@ Aval = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What to raise where a device-side check fails."""
+    """What to raise where a device-side check fails; `sources` are the inputs that it depends on, a bit each."""
 
     message: str
     error: type[Exception]
     op: str
     line: str
+    sources: int
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A program's text. If it has `checks`, the number of the first that failed (-1: none) follows its `outputs`.
+    """A program's text. If it has `checks`, an array that says which of them passed follows its `outputs`.
 
-    `offsets` is what it takes for granted of its run-time ints, by their index.
+    `sources[k]` is what output k depends on: bit i is input i, bit len(inputs) + c is check c. `offsets` is what the
+    program takes for granted of its run-time ints, by their index.
     """
 
     text: str
     inputs: tuple[Aval, ...]
     outputs: tuple[Aval, ...]
     checks: tuple[Check, ...]
+    sources: tuple[int, ...]
     offsets: Mapping[int, frozenset[Digit]]
 
 
-def lower(program: Program, fragments: Fragments, precision: str, *, is_flat: bool = False) -> Module:
+def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> Module:
     """The program's module; raises an error that names op and line where an op cannot be lowered.
 
     With `is_flat` nothing is taken for granted of run-time offsets; views at them are slower.
     """
-    live = _live_calls(program, fragments, precision)
+    live = _live_calls(program, fragments)
     writer = _Writer(program, is_flat)
     for call in live:
         writer.add(call)
@@ -59,23 +63,37 @@ def lower(program: Program, fragments: Fragments, precision: str, *, is_flat: bo
 
 
 class _Call:
-    """An op, its fragment, and the arrays it takes."""
+    """An op, its fragment, the arrays it takes and makes, and the value that each of those is written into."""
 
-    __slots__ = ("fragment", "made", "op", "parameters")
+    __slots__ = ("fragment", "made", "op", "parameters", "under")
 
     def __init__(self, op: Op, fragment: Fragment, parameters: list[Parameter]) -> None:
         self.op = op
         self.fragment = fragment
         self.parameters = parameters
         self.made = results_of(op)
+        self.under: list[int | None] = [None] * (len(self.made) - len(op.writes))
+        newest: dict[int | None, int] = {}  # values that this op has already written to
+        for write in op.writes:
+            old = _written(op, write).value
+            while old in newest:
+                old = newest[old]
+            if old is not None:
+                newest[old] = write.value
+            self.under.append(old)
+
+    def kept(self) -> Iterator[int | None]:
+        """For each array it makes: the value of which a part stays, or None."""
+        for target, old in zip(self.made, self.under, strict=True):
+            yield old if isinstance(target, Write) and _needs_old(target) else None
 
 
-def _live_calls(program: Program, fragments: Fragments, precision: str) -> list[_Call]:
+def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
     """The ops whose results or checks are needed, in order."""
-    found = fragments.find(program.ops, precision)
+    found = fragments.find(program.ops)
     calls = [_Call(op, fragment, arrays) for op, (fragment, arrays) in zip(program.ops, found, strict=True)]
     needed: set[int | None] = set(program.outputs)
-    live = []
+    live: list[_Call] = []
     for call in reversed(calls):
         if not call.fragment.checks and needed.isdisjoint([r.value for r in call.made]):
             continue
@@ -84,9 +102,7 @@ def _live_calls(program: Program, fragments: Fragments, precision: str) -> list[
             parameter = call.parameters[n]
             if type(parameter) is Operand:
                 needed.add(parameter.value)
-        for write in call.op.writes:
-            if _needs_old(write):
-                needed.add(_written(call.op, write).value)
+        needed.update(call.kept())
     return live[::-1]
 
 
@@ -109,7 +125,10 @@ def _written(op: Op, write: Write) -> Operand:
 
 
 class _Writer:
-    """Writes main's lines. `names` and `layouts` hold, per value, its name in the text and the array it is."""
+    """Writes main's lines.
+
+    `names`, `layouts` and `sources` hold, per value, its name in the text, the array it is, and what it depends on.
+    """
 
     def __init__(self, program: Program, is_flat: bool) -> None:
         self._program = program
@@ -119,6 +138,7 @@ class _Writer:
         self._functions: dict[str, str] = {}
         self._checks: list[Check] = []
         self._check_names: list[str] = []
+        self._sources: dict[int | None, int] = {~i: 1 << i for i in range(len(program.inputs))}
         self._count = 0
         self._names: dict[int, str] = {~i: f"%in{i}" for i in range(len(program.inputs))}
         self._layouts: dict[int, Base] = {~i: base for i, base in enumerate(program.inputs)}
@@ -128,20 +148,20 @@ class _Writer:
 
     def add(self, call: _Call) -> None:
         """Adds an op: the views it reads, the call, and its results and writes."""
-        op, fragment = call.op, call.fragment
+        fragment = call.fragment
         arguments = [self._argument(call.parameters[n]) for n in fragment.used]
+        self._trace_sources(call)
         made: list[str] = [""] * len(fragment.forwards)
         if fragment.is_call:
-            made = self._call(op, fragment, arguments)
+            made = self._call(fragment, arguments)
         for i, forwarded in enumerate(fragment.forwards):
             if forwarded is not None:
                 made[i] = arguments[fragment.used.index(forwarded)]
-        newest: dict[int | None, int] = {}
-        for target, name in zip(call.made, made, strict=True):
+        for target, name, old in zip(call.made, made, call.under, strict=True):
             if isinstance(target, Result):
                 self._names[target.value] = name if _is_whole(target, target.base) else self._laid_out(target, name)
             else:
-                self._names[target.value] = self._apply(op, target, name, newest)
+                self._names[target.value] = self._apply(target, name, old)
             self._layouts[target.value] = target.base
 
     def finish(self) -> Module:
@@ -150,7 +170,7 @@ class _Writer:
         outputs = [(self._names[v], tensor_type(*self._layouts[v])) for v in program.outputs]
         avals = tuple((self._layouts[v].shape, self._layouts[v].dtype) for v in program.outputs)
         if self._check_names:
-            outputs.append((self._first_failed(), "tensor<i32>"))
+            outputs.append((self._passed(), f"tensor<{len(self._check_names)}xi1>"))
         donations = self._donations()
         heads = [f"%in{i}: {tensor_type(*base)}{donations.get(i, '')}" for i, base in enumerate(program.inputs)]
         if program.floats:
@@ -161,20 +181,31 @@ class _Writer:
         returned = f"    return {', '.join(n for n, _ in outputs)} : {types}" if outputs else "    return"
         head = f"  func.func public @main({', '.join(heads)}) -> ({types}) {{"
         text = "\n".join(["module @region {", head, *self._lines, returned, "  }", *self._functions.values(), "}", ""])
-        return Module(
-            text, tuple((b.shape, b.dtype) for b in program.inputs), avals, tuple(self._checks), self._offsets
-        )
+        inputs = tuple((b.shape, b.dtype) for b in program.inputs)
+        sources = tuple(self._sources[v] for v in program.outputs)
+        return Module(text, inputs, avals, tuple(self._checks), sources, self._offsets)
 
-    def _call(self, op: Op, fragment: Fragment, arguments: list[str]) -> list[str]:
+    def _trace_sources(self, call: _Call) -> None:
+        """Notes the op's checks and what its results depend on."""
+        op, fragment, sources = call.op, call.fragment, self._sources
+        taken = [sources.get(p.value, 0) if type(p) is Operand else 0 for p in call.parameters]
+        read = functools.reduce(operator.or_, (taken[n] for n in fragment.used), 0)
+        checked = 0
+        for message, error in fragment.checks:
+            checked |= 1 << len(self._program.inputs) + len(self._checks)
+            self._checks.append(Check(message, error, op.name, op.line, read))
+        for target, forwarded, old in zip(call.made, fragment.forwards, call.kept(), strict=True):
+            own = read if forwarded is None else taken[forwarded]
+            sources[target.value] = own | checked | sources.get(old, 0)
+
+    def _call(self, fragment: Fragment, arguments: list[str]) -> list[str]:
         self._functions.setdefault(fragment.symbol, fragment.text)
         count = len(fragment.forwards) + len(fragment.checks)
         name = f"%r{self._next()}"
         left = f"{name}:{count}" if count > 1 else name
         self._lines.append(f"    {left} = call @{fragment.symbol}({', '.join(arguments)}) : {fragment.signature}")
         names = [f"{name}#{i}" for i in range(count)] if count > 1 else [name]
-        for (message, error), passed in zip(fragment.checks, names[len(fragment.forwards) :], strict=True):
-            self._checks.append(Check(message, error, op.name, op.line))
-            self._check_names.append(passed)
+        self._check_names += names[len(fragment.forwards) :]
         return names[: len(fragment.forwards)]
 
     def _argument(self, parameter: Parameter) -> str:
@@ -206,15 +237,10 @@ class _Writer:
         """A new tensor's array, whose dimensions are in memory order."""
         return self._write(result.base, View(result.sizes, result.strides, 0, result.dtype), new, None, 0)
 
-    def _apply(self, op: Op, write: Write, new: str, newest: dict[int | None, int]) -> str:
-        """The array after a write. `newest` follows values that this op has already written to."""
-        old = _written(op, write).value
-        while old in newest:
-            old = newest[old]
-        if old is not None:
-            newest[old] = write.value
-            if old in self._roots:
-                self._roots[write.value] = self._roots[old]
+    def _apply(self, write: Write, new: str, old: int | None) -> str:
+        """The array after a write into value `old`."""
+        if old in self._roots:
+            self._roots[write.value] = self._roots[old]
         return self._write(write.base, _view(write), new, old if _needs_old(write) else None, write.offset)
 
     def _write(self, base: Base, view: View, new: str, old: int | None, offset: int | Lifted) -> str:
@@ -250,16 +276,16 @@ class _Writer:
             ]
         return name
 
-    def _first_failed(self) -> str:
-        failed = "%none_failed"
-        self._lines.append(f"    {failed} = stablehlo.constant dense<-1> : tensor<i32>")
-        for i, passed in reversed(list(enumerate(self._check_names))):
-            self._lines += [
-                f"    %number{i} = stablehlo.constant dense<{i}> : tensor<i32>",
-                f"    %failed{i} = stablehlo.select {passed}, {failed}, %number{i} : tensor<i1>, tensor<i32>",
-            ]
-            failed = f"%failed{i}"
-        return failed
+    def _passed(self) -> str:
+        """An array of what the checks say."""
+        parts = [f"%check{i}" for i in range(len(self._check_names))]
+        for part, name in zip(parts, self._check_names, strict=True):
+            self._lines.append(f"    {part} = stablehlo.reshape {name} : (tensor<i1>) -> tensor<1xi1>")
+        types = ", ".join(["tensor<1xi1>"] * len(parts))
+        self._lines.append(
+            f"    %passed = stablehlo.concatenate {', '.join(parts)}, dim = 0 : ({types}) -> tensor<{len(parts)}xi1>"
+        )
+        return "%passed"
 
     def _donations(self) -> dict[int, str]:
         """An input that nobody else holds gives its memory to its own newest version, else to any output that fits."""

@@ -29,21 +29,20 @@ class ManifestError(ValueError):
 
 
 class Recorded(NamedTuple):
-    """A program as it was recorded, with what else decides its text.
+    """A program as it was recorded.
 
-    `precision` is that of float32 matmuls; `is_flat` as `lower` has it; `guessed_since` is the line of the first read
-    that was answered with a stand-in before this program was recorded, or "".
+    `is_flat` as `lower` has it; `guessed_since` is the line of the first read that was answered with a stand-in before
+    this program was recorded, or "".
     """
 
     program: Program
-    precision: str
     is_flat: bool = False
     guessed_since: str = ""
 
     @property
     def identity(self) -> str:
         """Names what is compiled; equal programs recorded on other lines have the same."""
-        return hashlib.sha256(_json(_without_lines(_encode(self.program)), self.precision, self.is_flat)).hexdigest()
+        return hashlib.sha256(_json(_without_lines(_encode(self.program)), self.is_flat)).hexdigest()
 
 
 class Outcome(NamedTuple):
@@ -65,10 +64,10 @@ class Journal:
         self._known: set[str] = set()
         self._guessed_since = ""
 
-    def program(self, program: Program, precision: str, *, is_flat: bool = False) -> str:
+    def program(self, program: Program, *, is_flat: bool = False) -> str:
         """Notes that a program was recorded; its identity."""
         with self._lock:
-            recorded = Recorded(program, precision, is_flat, self._guessed_since)
+            recorded = Recorded(program, is_flat, self._guessed_since)
             identity = recorded.identity
             if identity not in self._known:
                 self._known.add(identity)
@@ -131,7 +130,7 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def decode_recorded(fields: Mapping[str, Any]) -> Recorded:
     """The program that a line holds under "program"."""
-    return Recorded(_decode(fields["program"]), fields["precision"], fields["is_flat"], fields["guessed_since"])
+    return Recorded(_decode(fields["program"]), fields["is_flat"], fields["guessed_since"])
 
 
 def _encode_recorded(recorded: Recorded) -> dict[str, Any]:
@@ -181,5 +180,6 @@ def _decode(value: Any) -> Any:
 def _without_lines(encoded: dict[str, Any]) -> list[Any]:
     """An encoded program without the places in the user's code."""
     *fields, _ = encoded["Program"]
-    ops = [op["Op"][:-1] for op in fields[0]]
+    at = [field.name for field in dataclasses.fields(Op)].index("line")
+    ops = [op["Op"][:at] + op["Op"][at + 1 :] for op in fields[0]]
     return [ops, *fields[1:]]

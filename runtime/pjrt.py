@@ -169,16 +169,13 @@ class Client:
     # trace
 
     @contextlib.contextmanager
-    def tracing(self, precision: str) -> Iterator[None]:
-        """Within it this thread's JAX traces with 64-bit types on and, whatever the user set, with defaults.
-
-        `precision` is that of `torch.set_float32_matmul_precision`.
-        """
+    def tracing(self) -> Iterator[None]:
+        """Within it this thread's JAX traces with 64-bit types on, in full precision, and else with JAX's defaults."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.enable_x64(True))
             # Without a default device of our own, tracing would start the user's JAX backends.
             stack.enter_context(jax.default_device(self.devices[0]))
-            stack.enter_context(jax.default_matmul_precision(_PRECISION[precision]))
+            stack.enter_context(jax.default_matmul_precision("highest"))
             stack.enter_context(jax.numpy_dtype_promotion("standard"))
             stack.enter_context(jax.numpy_rank_promotion("allow"))
             stack.enter_context(jax.threefry_partitionable(True))
@@ -217,9 +214,6 @@ def compile_options(device: Any, excess_precision: bool) -> Any:
     options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
     options.env_option_overrides = [("xla_allow_excess_precision", excess_precision)]
     return options
-
-
-_PRECISION = {"highest": "highest", "high": "high", "medium": "default"}
 
 
 def _aval(shape: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -43,7 +43,7 @@ class Rehearsal:
     def plan(self, plan: Any) -> None:
         """Notes the plan's program; its executable is what it would return."""
         program = plan.program
-        identity = self._journal.program(program, torch.get_float32_matmul_precision())
+        identity = self._journal.program(program)
         self._journal.outcome(Outcome(identity, "recorded"))
         self.counters.regions_planned += 1
         plan.ready(_outputs(program))
@@ -51,7 +51,7 @@ class Rehearsal:
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
         self.counters.launches += 1
-        work.done([StandIn(base) for base in work.executable], None)
+        work.done([StandIn(base) for base in work.executable], [])
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """Describes the tensor; a small one is kept."""

@@ -50,13 +50,12 @@ class Tracer:
         self._platform = platform
         self._context = context
 
-    def trace(self, ops: Sequence[tuple[Op, Entry]], precision: str, watched: str = "off") -> list[Fragment]:
+    def trace(self, ops: Sequence[tuple[Op, Entry]], watched: str = "off") -> list[Fragment]:
         """A fragment per op; the error of a lowering names its op and line."""
         import jax
 
-        platform = self._platform
-        traces = [_Trace(op, entry, self._context, platform, precision, watched) for op, entry in ops]
-        with self._client.tracing(precision):
+        traces = [_Trace(op, entry, self._context, self._platform, watched) for op, entry in ops]
+        with self._client.tracing():
             inner = [jax.jit(trace.function(f"torchtpu_op_{i}")) for i, trace in enumerate(traces)]
 
             def every(*groups: list[Any]) -> list[Any]:
@@ -64,7 +63,7 @@ class Tracer:
 
             groups = [[_struct(p) for p in trace.parameters] for trace in traces]
             traced = jax.jit(every, keep_unused=True).trace(*groups)
-            module = traced.lower(lowering_platforms=(platform,)).as_text()
+            module = traced.lower(lowering_platforms=(self._platform,)).as_text()
         functions = {name: (head, body) for name, head, body in _FUNCTION.findall(module)}
         return [trace.fragment(functions, f"torchtpu_op_{i}") for i, trace in enumerate(traces)]
 
@@ -80,14 +79,12 @@ def explained(op: Op, error: Exception) -> Exception:
 class _Trace:
     """One op on its way through JAX."""
 
-    def __init__(
-        self, op: Op, entry: Entry, context: Callable[..., Any], platform: str, precision: str, watched: str
-    ) -> None:
+    def __init__(self, op: Op, entry: Entry, context: Callable[..., Any], platform: str, watched: str) -> None:
         self._watched = watched
         self._op = op
         self._entry = entry
         self._results = tuple((r.sizes, r.dtype) for r in results_of(op))
-        self._context = context(entry.name, platform, self._results, precision)
+        self._context = context(entry.name, platform, self._results, op.precision)
         _, self.parameters = parameters(op)
 
     def function(self, name: str) -> Callable[..., list[Any]]:
@@ -226,6 +223,8 @@ def _as_recorded(made: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     if dtype == torch.float8_e4m3fn and jnp.issubdtype(array.dtype, jnp.floating):
         # PyTorch's largest number stands for all that are larger, XLA's NaN does.
         array = jnp.clip(array, -448, 448)
+    if dtype == torch.uint8 and jnp.issubdtype(array.dtype, jnp.floating):
+        array = array.astype(jnp.int64)  # -1.0 becomes 255; XLA would make it 0
     return array.astype(_name(dtype))
 
 

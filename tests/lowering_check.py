@@ -349,7 +349,7 @@ def lowered_call(
         named = {argument.name: build(xs) for argument, build in encoded if argument.kwarg_only}
         if entry.random and "generator" not in named and all(a.name != "generator" for a, _ in encoded):
             named["generator"] = (xs[-2], xs[-1])
-        ctx = registry.Context(entry.name, platform, results)
+        ctx = registry.Context(entry.name, platform, results, "highest" if entry.multiplies else None)
         if entry.takes_context:
             named["ctx"] = ctx
         made = _flat(entry.function(*positional, **named))
@@ -380,6 +380,8 @@ def _lifts(entry: Any, argument: Any, value: Any) -> bool:
     kind = str(argument.type)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value in LITERAL:
         return False
+    if argument.name in entry.ints:
+        return True
     if kind not in ("number", "float", "Optional[number]", "Optional[float]", "List[number]"):
         return False
     if argument.name in entry.structural:

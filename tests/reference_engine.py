@@ -71,6 +71,8 @@ class ReferenceEngine:
             plan.ready(executable)
 
     def launch(self, work: Any) -> None:
+        for error, _ in work.errors():
+            return work.failed(error)
         try:
             with _plain_torch():
                 outputs = run(work.executable.program, work.inputs(), work.floats, work.ints)
@@ -79,7 +81,7 @@ class ReferenceEngine:
         else:
             with self.lock:
                 self.launches += 1
-            work.done(outputs, None)
+            work.done(outputs, [])
 
     def upload(self, tensor: torch.Tensor, device: int) -> Buffer:
         return Buffer(tensor.clone().contiguous())

@@ -75,7 +75,7 @@ class Plan:
     """Stands for the recorder's plan."""
 
     def __init__(self, program: Program, device: int = 0) -> None:
-        self.program, self.device, self.line = program, device, program.line
+        self.program, self.device, self.line, self.run = program, device, program.line, ""
         self.executable: Any = None
         self.error: Any = None
         self._done = threading.Event()
@@ -99,23 +99,30 @@ class Work:
     """Stands for the recorder's work."""
 
     def __init__(
-        self, executable: Any, inputs: list[Any], guards: list[Any] = (), floats: Any = None, ints: Any = None
+        self, executable: Any, inputs: list[Any], guards: Any = (), floats: Any = None, ints: Any = None
     ) -> None:
         self.executable, self.device, self.floats, self.ints = executable, 0, floats, ints
-        self.region = {"reason": "read", "line": "test.py:9"}
+        self.region, self.run = {"reason": "read", "line": "test.py:9"}, ""
         self._inputs, self._guards = inputs, list(guards)
         self.outputs: Any = None
-        self.guard: Any = None
+        self.guards_made: list[Any] = []
+        self.spoiled: dict[int, BaseException] = {}
         self.error: Any = None
 
     def inputs(self) -> list[Any]:
-        return list(self._inputs)
+        return [None if isinstance(i, Exception) else i for i in self._inputs]
 
-    def guards(self) -> list[Any]:
-        return self._guards
+    def errors(self) -> list[tuple[Exception, int]]:
+        return [(error, 1 << i) for i, error in enumerate(self._inputs) if isinstance(error, Exception)]
 
-    def done(self, outputs: list[Any], guard: Any) -> None:
-        self.outputs, self.guard = outputs, guard
+    def guards(self) -> list[tuple[Any, int]]:
+        return [(guard, 1 << i) for i, guard in enumerate(self._guards) if guard is not None]
+
+    def spoil(self, output: int, error: BaseException) -> None:
+        self.spoiled[output] = error
+
+    def done(self, outputs: list[Any], guards: list[Any]) -> None:
+        self.outputs, self.guards_made = outputs, guards
 
     def failed(self, error: BaseException) -> None:
         self.error = error
@@ -144,7 +151,7 @@ def compile_(engine: Engine, program: Program, device: int = 0) -> Any:
 
 
 def text_of(engine: Engine, program: Program) -> str:
-    return lower(program, engine.fragments, "highest").text
+    return lower(program, engine.fragments).text
 
 
 def run(
@@ -160,8 +167,9 @@ def run(
     engine.launch(work)
     if work.error is not None:
         raise work.error
-    if work.guard is not None:
-        engine.resolve(work.guard)
+    for guard in work.guards_made:
+        if guard is not None:
+            engine.resolve(guard)
     return [engine.download(o) for o in work.outputs]
 
 
@@ -361,8 +369,9 @@ def indexing(engine: Engine, index: list[int]) -> tuple[Work, Any]:
 def test_a_check_that_passes_gives_a_guard_that_settles(engine: Engine) -> None:
     work, y = indexing(engine, [0, 1])
     assert torch.equal(engine.download(work.outputs[0]), y)
-    engine.resolve(work.guard)
-    assert work.guard.pending() == []
+    (guard,) = work.guards_made
+    engine.resolve(guard)
+    assert guard.pending() == []
 
 
 def test_a_check_that_fails_is_raised_by_reads_of_it_and_of_what_follows(engine: Engine) -> None:
@@ -370,15 +379,45 @@ def test_a_check_that_fails_is_raised_by_reads_of_it_and_of_what_follows(engine:
     with pytest.raises(IndexError):
         engine.finish(0)
     with pytest.raises(IndexError, match=r"index out of range in self \(aten::index_select recorded at test.py:2\)"):
-        engine.resolve(work.guard)
+        engine.resolve(work.guards_made[0])
     with Record() as record:
         z = record.input(torch.zeros(2, 2)) * 2.0
-    later = Work(compile_(engine, record.program(z)), work.outputs, [work.guard])
+    later = Work(compile_(engine, record.program(z)), work.outputs, work.guards_made)
     engine.launch(later)
     with pytest.raises(IndexError):
-        engine.resolve(later.guard)
+        engine.resolve(later.guards_made[0])
     again, _ = indexing(engine, [0, 1])
     assert len(again.outputs) == 1
+
+
+def test_checks_and_failed_inputs_reach_only_the_outputs_that_depend_on_them(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.arange(6.0).view(3, 2))
+        i, j = record.input(torch.tensor([0, 1])), record.input(torch.tensor([1, 2]))
+        outputs = torch.index_select(x, 0, i), torch.index_select(x, 0, j), x * 2.0, x.clone().copy_(x * 3.0)
+        filled = j.clone()
+        filled.fill_(5)
+    program = record.program(*outputs, filled)
+    executable = compile_(engine, program)
+
+    def launch(*inputs: Any) -> Work:
+        work = Work(executable, [v if isinstance(v, Exception) else engine.upload(v, 0) for v in inputs])
+        engine.launch(work)
+        assert work.error is None
+        return work
+
+    work = launch(record.inputs[0], torch.tensor([0, 9]), torch.tensor([1, 2]))
+    first, second, *others = work.guards_made
+    assert others == [None] * 3
+    engine.resolve(second)
+    with pytest.raises(IndexError, match=r"recorded at test\.py:2"):
+        engine.resolve(first)
+    work = launch(record.inputs[0], torch.tensor([0, 1]), ValueError("failed before"))
+    assert list(work.spoiled) == [1]
+    assert torch.equal(engine.download(work.outputs[0]), outputs[0])
+    assert torch.equal(engine.download(work.outputs[-1]), filled)
+    assert list(launch(ValueError("failed before"), *record.inputs[1:]).spoiled) == [0, 1, 2, 3]
+    engine.finish(0)
 
 
 def test_an_op_without_a_lowering_fails_the_plan_and_names_op_and_line(engine: Engine) -> None:
@@ -642,8 +681,8 @@ def test_the_text_is_the_same_in_every_process() -> None:
         "    x[1:].mul_(z.t())\n"
         "program = record.program(x, z, donated=(0,))\n"
         "if {alone}:\n"
-        "    [engine.fragments.find([op], 'highest') for op in reversed(program.ops)]\n"
-        "print(lower(program, engine.fragments, 'highest').text)\n"
+        "    [engine.fragments.find([op]) for op in reversed(program.ops)]\n"
+        "print(lower(program, engine.fragments).text)\n"
     )
     texts = set()
     for seed, alone in (("1", True), ("2", False)):
@@ -687,3 +726,20 @@ def test_a_fill_of_an_expanded_view_writes_each_element_once() -> None:
     y[1:].expand(4, 3).fill_(1)
     assert x.cpu().tolist() == [[2.5]] * 3
     assert y.cpu().tolist() == [[0.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("name", ["sum", "prod", "nansum", "mean", "cumsum", "cumprod"])
+def test_a_reduction_converts_to_the_dtype_of_its_result_first(name: str) -> None:
+    x = torch.tensor([[1.75, 2.5, -3.25], [4.5, 0.75, 6.5]])
+    for dtype in (torch.float64, torch.bfloat16, *([] if "an" in name else [torch.int64, torch.int32])):
+        expected, made = (
+            getattr(torch, name)(x.to(device), 1, out=torch.empty(0, dtype=dtype, device=device))
+            for device in ("cpu", "tpu")
+        )
+        torch.testing.assert_close(made.cpu(), expected)
+
+
+def test_negative_floats_become_the_bytes_that_they_are_on_the_cpu() -> None:
+    x = torch.tensor([-1.0, -200.5, 255.9, 300.0, 70000.0, -0.5])
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(x.to("tpu", dtype).to(torch.uint8).cpu(), x.to(dtype).to(torch.uint8))

@@ -118,13 +118,71 @@ def test_a_failed_check_is_raised_by_work_launched_later() -> None:
     assert (weight + 1).sum().item() == 12
 
 
-@pytest.mark.xfail(strict=True, reason="the outputs of a region share the checks of its ops")
 def test_a_failed_check_spares_what_does_not_depend_on_it() -> None:
     weight = torch.ones(3, 2, device="tpu")  # made in the same region
     y = F.embedding(torch.tensor([7], device="tpu"), weight)
     with pytest.raises(IndexError, match="aten::embedding"):
         y.cpu()
     assert weight.tolist() == [[1.0, 1.0]] * 3
+
+
+def test_each_value_raises_the_first_failed_check_it_depends_on() -> None:
+    x, bad = host(1.0, 2.0, 3.0), torch.tensor([7], device="tpu")
+    first = x[bad]
+    second = F.embedding(bad, torch.ones(3, 2, device="tpu"))
+    both, neither = second.sum() + first, x[1:] * 2
+    assert neither.tolist() == [4.0, 6.0]
+    for tensor, op in ((second, "embedding"), (first, "index.Tensor"), (both, "index.Tensor")):
+        with pytest.raises(IndexError, match=f"aten::{op}"):
+            tensor.cpu()
+    assert (x + 1).tolist() == [2.0, 3.0, 4.0]
+    torch.tpu.synchronize()
+
+
+def test_a_failed_input_fails_what_depends_on_it_and_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, index = host(1.0, 2.0, 3.0), torch.tensor([1, 2], device="tpu")
+    index.cpu()
+    with monkeypatch.context() as patch:
+        BREAKS["launch"](patch)
+        index += 40
+        with pytest.raises(RuntimeError, match="refused"):
+            index.cpu()
+    taken, other = x[index], x * 3  # one region
+    assert other.tolist() == [3.0, 6.0, 9.0]
+    with pytest.raises(RuntimeError, match="refused"):
+        taken.cpu()
+    torch.tpu.synchronize()  # no index was out of range
+
+
+def test_an_error_in_a_stream_recorded_elsewhere_names_the_line_of_its_run() -> None:
+    x = host(1.0, 2.0, 3.0)
+    good, bad = torch.tensor([1], device="tpu"), torch.tensor([9], device="tpu")
+    _C.forget_streams()  # of other tests
+    recorded = line(1)
+    (x[good] * 3.5).cpu()
+    entered = line(2)
+    with pytest.raises(IndexError) as failure:
+        (x[bad] * 3.5).cpu()
+    assert f"first recorded at {recorded}; this run entered from {entered})" in str(failure.value)
+    with pytest.raises(IndexError, match=rf"\(aten::index\.Tensor recorded at {re.escape(line(1))}\)"):
+        (x.neg()[bad] * 3.5).cpu()
+
+
+@pytest.mark.parametrize("stage", BREAKS)
+def test_a_failure_of_a_stream_recorded_elsewhere_names_the_line_of_its_run(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, scale = host(1.0, 2.0, 3.0), {"compile": 1.25, "lower": 1.375, "launch": 1.5}[stage]
+    kept = x.expand(2, 3) / 7  # its first op is recorded with another live set
+    x.expand(2, 3) / 7 * 1.0 - scale
+    del kept
+    torch.tpu.synchronize()
+    with monkeypatch.context() as patch:
+        BREAKS[stage](patch)
+        entered = line(2)
+        with pytest.raises(RuntimeError) as failure:
+            (x.expand(2, 3) / 7 * 1.0 - scale).cpu()
+        assert f"this run entered from {entered}" in str(failure.value)
 
 
 def test_synchronize_raises_an_unread_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +219,9 @@ def test_a_read_error_keeps_no_frame_and_no_tensor_alive(monkeypatch: pytest.Mon
     [
         pytest.param(lambda x: x.copy_(torch.full((3,), 4.0)), id="copy from the host"),
         pytest.param(lambda x: setattr(x, "data", torch.full((3,), 4.0, device="tpu")), id="data"),
-        pytest.param(
-            lambda x: x.fill_(4),
-            id="fill",
-            marks=pytest.mark.xfail(strict=True, reason="what a recorded write replaces counts as its input"),
-        ),
+        pytest.param(lambda x: x.fill_(4), id="fill"),
+        pytest.param(lambda x: x.zero_().add_(4), id="zero"),
+        pytest.param(lambda x: x.copy_(torch.full((3,), 2.0, device="tpu") + 2), id="copy on the device"),
     ],
 )
 def test_a_poisoned_tensor_is_healed_by_a_write_that_replaces_it(

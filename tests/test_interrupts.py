@@ -89,19 +89,7 @@ thread.join()
 }
 
 
-OPEN_EXITS = {
-    "recording": "PyTorch's bindings abort a daemon thread that takes the GIL at exit",
-    "waiting": "a daemon thread's read raises at exit",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=OPEN_EXITS[n])) if n in OPEN_EXITS else n
-        for n in EXITS
-    ],
-)
+@pytest.mark.parametrize("name", EXITS)
 def test_the_interpreter_ends_at_once_and_quietly_with(name: str) -> None:
     code = "\n".join("    " + text for text in EXITS[name].splitlines())
     ended = run_script(SETUP + code + "\n    print(time.time())\n    sys.stdout.flush()\n", seconds=60)

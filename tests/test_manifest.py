@@ -47,9 +47,9 @@ PROGRAM = Program((OP,), (BASE,), (0, 1), (0,), 3, 3, "train.py:9")
 
 
 def test_a_program_is_what_it_was(tmp_path: Path) -> None:
-    recorded = Recorded(PROGRAM, "highest", is_flat=True, guessed_since="train.py:1")
+    recorded = Recorded(PROGRAM, is_flat=True, guessed_since="train.py:1")
     journal = Journal(tmp_path)
-    journal.program(PROGRAM, "highest")
+    journal.program(PROGRAM)
     (line,) = list(read_journal(tmp_path))
     assert decode_recorded(line["program"]).program == PROGRAM
     assert math.copysign(1, decode_recorded(line["program"]).program.ops[0].args[4]) == -1
@@ -65,26 +65,26 @@ def read_journal(folder: Path) -> list[dict[str, manifest.Any]]:
 
 
 def test_identity_is_what_is_compiled() -> None:
-    recorded = Recorded(PROGRAM, "highest")
+    recorded = Recorded(PROGRAM)
     moved = replace(PROGRAM, line="model.py:1", ops=(replace(OP, line="model.py:2"),))
-    assert Recorded(moved, "highest", guessed_since="x").identity == recorded.identity
+    assert Recorded(moved, guessed_since="x").identity == recorded.identity
     for other in (
-        Recorded(PROGRAM, "medium"),
-        Recorded(PROGRAM, "highest", is_flat=True),
-        Recorded(replace(PROGRAM, outputs=(1,)), "highest"),
-        Recorded(replace(PROGRAM, ops=(replace(OP, name="sub_.Tensor"),)), "highest"),
+        Recorded(replace(PROGRAM, ops=(replace(OP, precision="medium"),))),
+        Recorded(PROGRAM, is_flat=True),
+        Recorded(replace(PROGRAM, outputs=(1,))),
+        Recorded(replace(PROGRAM, ops=(replace(OP, name="sub_.Tensor"),))),
     ):
         assert other.identity != recorded.identity
 
 
 def test_a_journal_tells_each_program_once_and_every_outcome(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    identity = journal.program(PROGRAM, "highest")
-    assert journal.program(PROGRAM, "highest") == identity
+    identity = journal.program(PROGRAM)
+    assert journal.program(PROGRAM) == identity
     journal.outcome(Outcome(identity, "compiled", "abc", 5.0))
     journal.guessed("train.py:4")
     journal.guessed("train.py:5")
-    journal.program(replace(PROGRAM, outputs=(1,)), "highest")
+    journal.program(replace(PROGRAM, outputs=(1,)))
     journal.note(fallbacks={"aten::x": 1})
     kinds = [next(iter(set(line) - {"identity"})) for line in read_journal(tmp_path)]
     assert kinds == ["program", "outcome", "guessed", "program", "facts"]
@@ -100,7 +100,7 @@ def test_a_journal_tells_each_program_once_and_every_outcome(tmp_path: Path) -> 
         '{"format": "torchtpu manifest 0"}\n',
         '{"format": "torchtpu manifest 1"}\n{}\n',
         '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"Program": []}}}\n',
-        '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"dtype": "manual_seed"}, "precision": ""}}\n',
+        '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"dtype": "manual_seed"}}}\n',
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:

@@ -81,6 +81,11 @@ def kv_cache(cache: Tensor, i: int) -> Tensor:
         lambda x, i: x.masked_fill(x > 2, float(i + 5)),
         lambda x, i: torch.full_like(x, i + 5.5),
         lambda x, i: x * torch.tensor(i + 3.5),
+        lambda x, i: torch.arange(i + 1, i + 5, device="tpu"),
+        lambda x, i: torch.arange(7 * i, 7 * i + 9, 2, dtype=torch.int32, device="tpu"),
+        lambda x, i: torch.ops.aten.select_backward(x[0], [8, 8], 0, i),
+        lambda x, i: torch.ops.aten.select_backward(x[0], [8, 8], 1, -i),
+        lambda x, i: torch.ops.aten.slice_backward(x[:2], [16, 8], 0, i, i + 2, 1),
         kv_cache,
     ],
 )
@@ -113,6 +118,25 @@ def test_an_optimizer_with_a_schedule_compiles_no_more_after_its_fourth_step(eng
         loss.item()
         planned.append(len(engine.programs))
     assert planned[3:] == planned[3:4] * 5, planned
+
+
+def test_the_precision_of_a_product_is_that_of_its_call(engine: ReferenceEngine) -> None:
+    x = torch.ones(2, 2).tpu()
+    assert torch.get_float32_matmul_precision() == "highest"
+    try:
+        for _ in range(3):
+            y = x @ x
+            torch.backends.cuda.matmul.allow_tf32 = True
+            z = (x @ x).relu()
+            torch.backends.cuda.matmul.allow_tf32 = False
+            torch.set_float32_matmul_precision("medium")
+            w = torch.nn.functional.linear(x, x)
+            torch.set_float32_matmul_precision("highest")
+            torch.stack([y, z, w]).cpu()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    (program,) = engine.programs
+    assert [op.precision for op in program.ops] == ["highest", "high", None, "medium", None]
 
 
 def test_zero_and_minus_zero_are_two_numbers(engine: ReferenceEngine) -> None:
@@ -357,6 +381,15 @@ def test_copies_into_negated_tensors_convert_before_they_negate(engine: Referenc
         return [x.tolist(), y.tolist()]
 
     same(run)
+
+
+def test_a_resize_to_the_same_sizes_leaves_the_storage(engine: ReferenceEngine) -> None:
+    def resized(device: str) -> object:
+        x = torch.arange(4.0).to(device)
+        x.as_strided((2, 3), (3, 0)).resize_(2, 3)
+        return x.untyped_storage().nbytes()
+
+    same(resized)
 
 
 def test_set_with_the_same_sizes_keeps_strides_and_storage(engine: ReferenceEngine) -> None:

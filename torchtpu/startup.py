@@ -229,7 +229,7 @@ def _count_devices() -> int:
     return len(visible.split(",")) if visible else max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
-def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool]]:
+def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool]]:
     from torchtpu import ops
 
     ops.load()
@@ -237,7 +237,16 @@ def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool]
     only = {name: entry for (name, place), entry in ops.PLATFORM_LOWERINGS.items() if place == where}
     table = {**only, **ops.LOWERINGS}
     return [
-        (name, dict(entry.structural), entry.lifts, entry.random, entry.mutates, entry.infer is not None)
+        (
+            name,
+            dict(entry.structural),
+            entry.lifts,
+            entry.random,
+            entry.mutates,
+            entry.infer is not None,
+            entry.ints,
+            entry.multiplies,
+        )
         for name, entry in table.items()
     ]
 

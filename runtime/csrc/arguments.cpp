@@ -74,7 +74,11 @@ struct Place {
 std::vector<Place> places_of(const OpInfo& info, const IValue* args) {
   std::vector<Place> places;
   auto add = [&](const at::Tensor& t, size_t arg, size_t element) {
-    if (!t.defined() || !is_tpu(t) || t.numel() == 0) return;
+    if (!t.defined() || !is_tpu(t)) return;
+    if (t.numel() == 0) {  // it touches no byte, and its storage is written all the same
+      places.push_back({storage_of(t), 0, 0, arg, element});
+      return;
+    }
     int64_t last = t.storage_offset(), itemsize = static_cast<int64_t>(t.element_size());
     for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
     places.push_back({storage_of(t), t.storage_offset() * itemsize, (last + 1) * itemsize, arg, element});

@@ -26,6 +26,8 @@ OpFacts read_facts(const py::tuple& row) {
   facts.random = row[3].cast<bool>();
   facts.mutates = row[4].cast<std::vector<std::string>>();
   facts.has_infer = row[5].cast<bool>();
+  facts.ints = row[6].cast<std::vector<std::string>>();
+  facts.multiplies = row[7].cast<bool>();
   return facts;
 }
 
@@ -33,19 +35,30 @@ py::list input_objects(const Work& work) {
   py::list objects(work.inputs.size());
   for (size_t i = 0; i < work.inputs.size(); i++) {
     Buffer& buffer = *work.inputs[i];
-    if (!buffer.object) buffer.object = upload(buffer.host, buffer.device);
-    Py_INCREF(buffer.object);
-    PyList_SET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i), buffer.object);
+    if (!buffer.object && !buffer.error) buffer.object = upload(buffer.host, buffer.device);
+    PyObject* object = buffer.object ? buffer.object : Py_None;
+    Py_INCREF(object);
+    PyList_SET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i), object);
   }
   return objects;
 }
 
-py::list input_guards(const Work& work) {
-  py::list guards;
-  for (const auto& input : work.inputs) {
-    if (input->guard && !guards.contains(py::handle(input->guard))) guards.append(py::handle(input->guard));
+// The different objects that `get` finds at the inputs, each with these inputs as bits of an int.
+template <class Get>
+py::list by_input(const Work& work, Get&& get) {
+  std::vector<std::pair<PyObject*, std::string>> found;
+  for (size_t i = 0; i < work.inputs.size(); i++) {
+    PyObject* object = get(*work.inputs[i]);
+    if (!object) continue;
+    auto it = std::find_if(found.begin(), found.end(), [&](const auto& known) { return known.first == object; });
+    if (it == found.end()) it = found.insert(it, {object, std::string(work.inputs.size() / 8 + 1, 0)});
+    it->second[i / 8] |= static_cast<char>(1 << i % 8);
   }
-  return guards;
+  py::list pairs;
+  auto from_bytes = py::handle(reinterpret_cast<PyObject*>(&PyLong_Type)).attr("from_bytes");
+  for (const auto& [object, bits] : found)
+    pairs.append(py::make_tuple(py::handle(object), from_bytes(py::bytes(bits), "little")));
+  return pairs;
 }
 
 py::object optional_tensor(const at::Tensor& t) { return t.defined() ? py::cast(t) : py::object(py::none()); }
@@ -148,6 +161,7 @@ void bind_engine_types(py::module& m) {
                              [](const Plan& p) { return make_program(p.node, p.inputs, p.outputs, p.donated, p.line); })
       .def_property_readonly("device", [](const Plan& p) { return static_cast<int>(p.device); })
       .def_property_readonly("line", [](const Plan& p) { return p.line; })
+      .def_property_readonly("run", [](const Plan& p) { return describe_run(p, p.entry.get(), p.line); })
       .def("ready", [](Plan& p, py::object executable) { plan_ready(p, executable.ptr()); })
       .def("failed", [](Plan& p, py::object error) { plan_failed(p, error.ptr()); });
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
@@ -157,14 +171,22 @@ void bind_engine_types(py::module& m) {
       .def_property_readonly("floats", [](const Work& w) { return optional_tensor(w.floats); })
       .def_property_readonly("ints", [](const Work& w) { return optional_tensor(w.ints); })
       .def_property_readonly("region", &describe_region)
+      .def_property_readonly("run", [](const Work& w) { return describe_run(*w.plan, w.entry.get(), w.line); })
       .def("inputs", &input_objects)
-      .def("guards", &input_guards)
+      .def("errors", [](const Work& w) { return by_input(w, [](const Buffer& b) { return b.error; }); })
+      .def("guards", [](const Work& w) { return by_input(w, [](const Buffer& b) { return b.guard; }); })
       .def("done",
-           [](Work& w, const py::list& objects, const py::object& guard) {
-             std::vector<PyObject*> raw;
+           [](Work& w, const py::list& objects, const py::list& guards) {
+             std::vector<PyObject*> raw, checks;
              for (auto object : objects) raw.push_back(object.ptr());
-             TORCH_CHECK(raw.size() >= w.outputs.size(), "torchtpu: a launch returned too few outputs");
-             work_done(w, raw, guard.is_none() ? nullptr : guard.ptr());
+             for (auto guard : guards) checks.push_back(guard.is_none() ? nullptr : guard.ptr());
+             TORCH_CHECK(raw.size() >= w.outputs.size() && (checks.empty() || checks.size() >= w.outputs.size()),
+                         "torchtpu: a launch returned too few outputs");
+             work_done(w, raw, checks);
+           })
+      .def("spoil",
+           [](Work& w, size_t output, py::object error) {
+             if (output < w.outputs.size()) work_spoil(w, output, error.ptr());
            })
       .def("failed", [](Work& w, py::object error) { work_failed(w, error.ptr()); });
 }

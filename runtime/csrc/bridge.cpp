@@ -104,23 +104,42 @@ void raise_stored(PyObject* error) {
 
 thread_local const std::string* replayed_line = nullptr;
 
-std::string current_line() {
-  if (replayed_line && !replayed_line->empty()) return *replayed_line;
-  if (!Py_IsInitialized()) return "";
+CodePlace::CodePlace(PyObject* frame) {
+  auto* of = reinterpret_cast<PyFrameObject*>(frame);
+  code_ = reinterpret_cast<PyObject*>(PyFrame_GetCode(of));
+  instruction_ = PyFrame_GetLasti(of);
+  Py_DECREF(frame);
+}
+
+CodePlace::~CodePlace() { defer_decref(code_); }
+
+std::string CodePlace::line() const {
+  py::gil_scoped_acquire gil;
+  auto* code = reinterpret_cast<PyCodeObject*>(code_);
+  return PyUnicode_AsUTF8(code->co_filename) + (":" + std::to_string(PyCode_Addr2Line(code, instruction_)));
+}
+
+std::shared_ptr<CodePlace> current_place() {
+  if (!Py_IsInitialized() || (replayed_line && !replayed_line->empty())) return nullptr;
   py::gil_scoped_acquire gil;
   auto* frame = reinterpret_cast<PyFrameObject*>(Py_XNewRef(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
-  std::string line;
-  while (frame && line.empty()) {
+  while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     const char* file = PyUnicode_AsUTF8(code->co_filename);
-    if (file && !is_library_file(file)) line = file + (":" + std::to_string(PyFrame_GetLineNumber(frame)));
+    bool is_users = file && !is_library_file(file);
     Py_DECREF(code);
+    if (is_users) return std::make_shared<CodePlace>(reinterpret_cast<PyObject*>(frame));
     PyFrameObject* caller = PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = caller;
   }
-  Py_XDECREF(frame);
-  return line;
+  return nullptr;
+}
+
+std::string current_line() {
+  if (replayed_line && !replayed_line->empty()) return *replayed_line;
+  auto place = current_place();
+  return place ? place->line() : "";
 }
 
 void infer_in_python(const OpInfo& info, Stack* stack) {

@@ -5,6 +5,21 @@
 
 namespace torchtpu {
 
+// A place in the user's code, which is named only where somebody asks.
+class CodePlace {
+ public:
+  explicit CodePlace(PyObject* frame);  // takes over the reference; the GIL is held
+  CodePlace(const CodePlace&) = delete;
+  ~CodePlace();
+  std::string line() const;  // "file:line"; takes the GIL
+
+ private:
+  PyObject* code_;
+  int instruction_;
+};
+// The innermost user frame; null without one.  Takes the GIL.
+std::shared_ptr<CodePlace> current_place();
+
 // Replaces the arguments on the stack (meta tensors) by the results of the op's `infer` function.
 void infer_in_python(const OpInfo& info, Stack* stack);
 // The engine's answer to an op about to run on the CPU; raises where the user refuses fallbacks.

@@ -107,6 +107,7 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
   plan->inputs = std::move(inputs);
   plan->device = r.device;
   plan->line = line;
+  plan->entry = r.entry;
   node.plans.push_back(plan);
   enqueue_plan(plan);
   return plan;
@@ -179,6 +180,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   work->device = r.device;
   work->reason = reason;
   work->line = std::move(line);
+  work->entry = std::move(r.entry);
   for (size_t i = 0; i < r.inputs.size(); i++) {
     r.inputs[i]->regions--;
     if (work->plan->donated[i]) r.inputs[i]->give_up_memory();
@@ -215,6 +217,7 @@ void forget_streams() {
 }
 
 WorkRef cut(Recorder& r, const char* reason) {
+  check_running();
   std::string line = r.boundary ? r.boundary_line : current_line();
   WorkRef work;
   {

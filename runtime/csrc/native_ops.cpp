@@ -4,6 +4,7 @@
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_conj_physical.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -31,7 +32,7 @@ c10::DeviceIndex index_of(std::optional<c10::Device> device) {
 
 Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin) {
-  refuse_in_fork();
+  check_running();
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided; got layout ", *layout);
   for (int64_t size : sizes)
@@ -62,6 +63,27 @@ Tensor empty_memory_format(at::IntArrayRef sizes, std::optional<at::ScalarType> 
                            std::optional<at::MemoryFormat> format) {
   Tensor shape = at::detail::empty_meta(sizes, dtype, std::nullopt, c10::Device(at::kMeta), std::nullopt, format);
   return empty_strided(shape.sizes(), shape.strides(), dtype, layout, device, pin);
+}
+
+// Counts from 0 and adds the start, a number like any other: the length alone decides the program.
+Tensor arange(const at::Scalar& start, const at::Scalar& end, const at::Scalar& step,
+              std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout, std::optional<c10::Device> device,
+              std::optional<bool> pin) {
+  bool counts_ints = start.isIntegral(false) && end.isIntegral(false) && step.isIntegral(false) &&
+                     (!dtype || at::isIntegralType(*dtype, false));
+  int64_t length;
+  bool is_shifted =
+      counts_ints && start.toLong() != 0 && !__builtin_sub_overflow(end.toLong(), start.toLong(), &length);
+  if (!dtype && start.isIntegral(true) && end.isIntegral(true) && step.isIntegral(true)) dtype = at::kLong;
+  auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
+  Tensor made = at::empty({0}, type, layout, device, pin, std::nullopt);
+  if (!is_shifted) return at::arange_out(made, start, end, step);
+  return at::arange_out(made, 0, length, step).add_(start);
+}
+
+Tensor arange_by_one(const at::Scalar& start, const at::Scalar& end, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin) {
+  return arange(start, end, 1, dtype, layout, device, pin);
 }
 
 // ---- host to device, device to host, device to device
@@ -168,8 +190,10 @@ bool equal(const Tensor& self, const Tensor& other) {
 const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   for (int64_t s : size) TORCH_CHECK(s >= 0, "Trying to create tensor with negative dimension ", s, ": ", size);
   auto* impl = self.unsafeGetTensorImpl();
-  if (self.sizes() != size) impl->generic_set_sizes_contiguous(size);
+  bool is_same = self.sizes() == size;
+  if (!is_same) impl->generic_set_sizes_contiguous(size);
   if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  if (is_same) return self;  // PyTorch looks at the storage only where the sizes change
   auto needed = static_cast<size_t>(self.storage_offset() + self.numel()) * self.element_size();
   auto* s = storage_of(self);
   if (self.numel() > 0 && needed > s->nbytes()) resize_storage(*s, needed);
@@ -287,6 +311,8 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) { run_on_cpu(op, stac
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty_memory_format);
   m.impl("empty_strided", &empty_strided);
+  m.impl("arange.start", &arange_by_one);
+  m.impl("arange.start_step", &arange);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);

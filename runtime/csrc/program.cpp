@@ -57,7 +57,7 @@ class Converter {
     py::tuple results(node->returns.size()), writes(node->writes.size());
     for (size_t i = 0; i < node->returns.size(); i++) results[i] = result(node->returns[i]);
     for (size_t i = 0; i < node->writes.size(); i++) writes[i] = write(node->writes[i]);
-    return classes().op(info.name, args, results, writes, node->line);
+    return classes().op(info.name, args, results, writes, node->line, precision(*node));
   }
 
   py::object base(const Base* b) {
@@ -69,6 +69,19 @@ class Converter {
   int floats = 0, ints = 0;
 
  private:
+  py::object precision(const Node& node) {
+    if (!node.info->multiplies) return py::none();
+    switch (node.precision) {
+      case at::Float32MatmulPrecision::HIGHEST:
+        return py::str("highest");
+      case at::Float32MatmulPrecision::HIGH:
+        return py::str("high");
+      case at::Float32MatmulPrecision::MEDIUM:
+        return py::str("medium");
+    }
+    return py::none();
+  }
+
   py::object lifted(const char* kind) { return classes().lifted(kind, kind[0] == 'f' ? floats++ : ints++); }
 
   py::object number(const NumberKey& key) {

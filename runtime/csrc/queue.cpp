@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <thread>
@@ -28,6 +29,7 @@ struct Queue {
   std::deque<std::shared_ptr<Plan>> plans;
   uint64_t next_sequence = 0, next_done = 0;
   bool is_stopping = false;
+  std::thread::id stopper;  // the thread that stops
   PyObject* unseen_error = nullptr;
   std::vector<std::thread> threads;
   std::unordered_map<int64_t, WorkRef> markers;
@@ -38,6 +40,8 @@ struct Queue {
   std::mutex order;
 };
 Queue* queue = new Queue();
+
+std::atomic<int> num_asleep{0};
 
 constexpr double kFirstLogSeconds = 3, kLogEverySeconds = 10;
 
@@ -56,8 +60,10 @@ void wait_until(Ready&& ready, Describe&& describe) {
     if (has_gil) {
       py::gil_scoped_release release;
       done = step();
+      check_running();
     } else {
       done = step();
+      check_running();
     }
     if (done) return;
     py::gil_scoped_acquire gil;
@@ -104,8 +110,6 @@ void start_threads() {
   queue->threads.emplace_back(plan_loop);
 }
 
-bool is_failed(const BufferRef& buffer) { return buffer->state.load(std::memory_order_acquire) == BufferState::kError; }
-
 bool is_launchable(const Work& work) { return !work.plan || work.plan->state != Plan::kNew; }
 
 void finish(Work& work) {
@@ -116,13 +120,6 @@ void finish(Work& work) {
     queue->next_done = work.sequence + 1;
   }
   queue->wake.notify_all();
-}
-
-PyObject* stored_error(const Work& work) {
-  for (const auto& input : work.inputs) {
-    if (is_failed(input)) return input->error;
-  }
-  return work.plan->state == Plan::kFailed ? work.plan->error : nullptr;
 }
 
 // A value somebody is copying to the host must outlive a launch that takes its memory.
@@ -136,8 +133,8 @@ void await_readers(const Work& work) {
 void run(Work& work, const WorkRef& ref) {
   if (!work.plan) {
     finish_device(work.device);
-  } else if (PyObject* error = stored_error(work)) {
-    work_failed(work, error);
+  } else if (work.plan->state == Plan::kFailed) {
+    work_failed(work, work.plan->error);
   } else {
     launch(ref);
   }
@@ -204,25 +201,45 @@ void plan_loop() {
   }
 }
 
+// A child's tensors die under these locks: no other thread may hold one while the process forks.
 [[maybe_unused]] const bool fork_handlers = [] {
   pthread_atfork(
       [] {
-        queue->mutex.lock();
         state_lock.lock();
+        queue->mutex.lock();
+        decref_lock.lock();
       },
       [] {
-        state_lock.unlock();
+        decref_lock.unlock();
         queue->mutex.unlock();
+        state_lock.unlock();
       },
       [] {
-        in_forked_child = true;
-        state_lock.unlock();
+        process = Process::kForked;
+        decref_lock.unlock();
         queue->mutex.unlock();
+        state_lock.unlock();
       });
   return true;
 }();
 
 }  // namespace
+
+std::atomic<Process> process{Process::kRuns};
+std::atomic<int> num_reading{0};
+
+void refuse_or_sleep() {
+  TORCH_CHECK(process != Process::kForked,
+              "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
+              "'spawn' start method");
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    if (queue->stopper == std::this_thread::get_id()) return;
+  }
+  if (PyGILState_Check()) PyEval_SaveThread();
+  num_asleep++;
+  for (;;) pause();
+}
 
 Plan::~Plan() {
   defer_decref(executable);
@@ -242,7 +259,7 @@ void enqueue(WorkRef work) {
 }
 
 void wake_launcher() {
-  refuse_in_fork();
+  check_running();
   {
     std::lock_guard<std::mutex> lock(queue->mutex);
     start_threads();
@@ -326,31 +343,43 @@ void plan_failed(Plan& plan, PyObject* error) {
   notify();
 }
 
-void work_done(Work& work, const std::vector<PyObject*>& objects, PyObject* guard) {
+void work_done(Work& work, const std::vector<PyObject*>& objects, const std::vector<PyObject*>& guards) {
   for (size_t i = 0; i < work.outputs.size(); i++) {
     auto& buffer = work.outputs[i];
     if (!buffer) continue;
     Py_INCREF(objects[i]);
     buffer->object = objects[i];
-    Py_XINCREF(guard);
-    buffer->guard = guard;
+    if (!guards.empty()) {
+      Py_XINCREF(guards[i]);
+      buffer->guard = guards[i];
+    }
     buffer->state.store(BufferState::kReady, std::memory_order_release);
   }
   work.outputs.clear();
 }
 
-void work_failed(Work& work, PyObject* error) {
-  for (auto& buffer : work.outputs) {
-    if (!buffer) continue;
-    Py_INCREF(error);
-    buffer->error = error;
-    buffer->state.store(BufferState::kError, std::memory_order_release);
-  }
-  work.outputs.clear();
+namespace {
+void keep_unseen(PyObject* error) {
   std::lock_guard<std::mutex> lock(queue->mutex);
   if (queue->unseen_error) return;
   Py_INCREF(error);
   queue->unseen_error = error;
+}
+}  // namespace
+
+void work_spoil(Work& work, size_t output, PyObject* error) {
+  BufferRef buffer = std::move(work.outputs[output]);
+  if (!buffer) return;
+  Py_INCREF(error);
+  buffer->error = error;
+  buffer->state.store(BufferState::kError, std::memory_order_release);
+  keep_unseen(error);
+}
+
+void work_failed(Work& work, PyObject* error) {
+  for (size_t i = 0; i < work.outputs.size(); i++) work_spoil(work, i, error);
+  work.outputs.clear();
+  keep_unseen(error);
 }
 
 void raise_unseen_error() {
@@ -402,17 +431,46 @@ double marker_time(int64_t marker) {
   return work && work->is_done ? work->finished_at : -1;
 }
 
+// ---- errors
+
+std::string describe_run(const Plan& plan, const CodePlace* entry, const std::string& line) {
+  const Node* first = plan.node;
+  while (first->parent->info) first = first->parent;
+  std::string entered = entry ? entry->line() : "";
+  if (!entered.empty() && !first->line.empty() && entered != first->line) return "entered from " + entered;
+  return line.empty() || plan.line.empty() || line == plan.line ? "" : "ended at " + line;
+}
+
 // ---- shutdown
+
+namespace {
+
+constexpr auto kIdlePatience = std::chrono::milliseconds(200), kReadingPatience = std::chrono::milliseconds(5000);
+
+// Other threads get the time to come to the recorder, where they sleep: one that is still inside a binding when the
+// interpreter ends would abort the process as it takes the GIL.
+void await_sleep(int others) {
+  auto start = Clock::now();
+  while (num_asleep < others && Clock::now() - start < (num_reading > 0 ? kReadingPatience : kIdlePatience)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace
 
 void shutdown() {
   {
     std::lock_guard<std::mutex> lock(queue->mutex);
     queue->is_stopping = true;
+    queue->stopper = std::this_thread::get_id();
   }
+  int others = num_threads - (has_recorded() ? 1 : 0);
+  process = Process::kEnds;
   queue->wake.notify_all();
   py::gil_scoped_release release;
   for (auto& thread : queue->threads) thread.join();
   queue->threads.clear();
+  await_sleep(others);
 }
 
 }  // namespace torchtpu

@@ -19,7 +19,8 @@ struct Plan {
   std::vector<uint8_t> donated;  // by input
   int64_t output_bytes = 0;
   c10::DeviceIndex device = 0;
-  std::string line;
+  std::string line;                  // where its first region ended
+  std::shared_ptr<CodePlace> entry;  // where that began
   std::atomic<State> state{kNew};
   PyObject* executable = nullptr;  // written before state becomes kReady
   PyObject* error = nullptr;       // written before state becomes kFailed
@@ -35,6 +36,7 @@ struct Work {
   at::Tensor floats, ints;
   c10::DeviceIndex device = 0;
   std::string reason, line;
+  std::shared_ptr<CodePlace> entry;
   std::atomic<bool> is_done{false};
   double cut_at = 0, finished_at = 0;  // seconds of the steady clock; finished_at is a marker's
 };
@@ -55,11 +57,20 @@ int64_t queue_length();
 // What the engine answers; the GIL is held.
 void plan_ready(Plan& plan, PyObject* executable);
 void plan_failed(Plan& plan, PyObject* error);
-void work_done(Work& work, const std::vector<PyObject*>& objects, PyObject* guard);
+// `guards`: per output, or empty; null where an output depends on no open check.
+void work_done(Work& work, const std::vector<PyObject*>& objects, const std::vector<PyObject*>& guards);
+void work_spoil(Work& work, size_t output, PyObject* error);  // one output fails, the others are still to come
 void work_failed(Work& work, PyObject* error);
 // Raises, once, the first failure that no read has raised.
 void raise_unseen_error();
 void mark_seen(PyObject* error);
+
+// How this run differs from the one whose source lines the plan's nodes keep: "entered from file:line"; "" where it
+// does not.
+std::string describe_run(const Plan& plan, const CodePlace* entry, const std::string& line);
+
+// Threads that copy a value to the host now.
+extern std::atomic<int> num_reading;
 
 void set_engine(PyObject* engine);
 void shutdown();

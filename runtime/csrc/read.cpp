@@ -17,11 +17,15 @@ constexpr int64_t kMaxKeptBytes = 4096;
 
 // Ends the reading that materialize() began.
 struct EndReading {
-  ~EndReading() { buffer.readers--; }
+  ~EndReading() {
+    buffer.readers--;
+    num_reading--;
+  }
   Buffer& buffer;
 };
 
 at::Tensor host_value(const BufferRef& buffer) {
+  num_reading++;
   EndReading reading{*buffer};
   wait_ready(buffer);
   if (buffer->state == BufferState::kError) {
@@ -42,7 +46,7 @@ at::Tensor host_value(const BufferRef& buffer) {
 }  // namespace
 
 at::Tensor read_to_host(const at::Tensor& t) {
-  refuse_in_fork();
+  check_running();
   auto options = t.options().device(at::kCPU);
   if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
   auto* s = storage_of(t);
@@ -62,6 +66,7 @@ at::Tensor read_to_host(const at::Tensor& t) {
 }
 
 void synchronize(c10::DeviceIndex device) {
+  check_running();
   auto is_meant = [&](c10::DeviceIndex index) { return device < 0 || index == device; };
   for (c10::DeviceIndex index = 0; index < device_count(); index++) {
     if (is_meant(index)) cut(recorder_for(index), "synchronize");

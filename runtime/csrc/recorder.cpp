@@ -1,5 +1,6 @@
 #include "recorder.h"
 
+#include <c10/core/Contiguity.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
@@ -13,7 +14,7 @@ namespace torchtpu {
 Limits limits;
 Counters counters;
 std::atomic<bool> sync_mode{false};
-std::atomic<bool> in_forked_child{false};
+std::atomic<int> num_threads{0};
 
 uint64_t new_epoch() {
   static std::atomic<uint64_t> next{1};
@@ -39,7 +40,8 @@ std::vector<Recorder*>* every_recorder = new std::vector<Recorder*>();
 struct OwnFamily {
   std::shared_ptr<Family> family;
   ~OwnFamily() {
-    if (!family || in_forked_child) return;
+    if (!family || process != Process::kRuns) return;
+    num_threads--;
     {
       StateGuard guard(state_lock);
       for (Recorder* r : family->recorders) {
@@ -52,9 +54,11 @@ struct OwnFamily {
   }
 };
 
+thread_local OwnFamily own;
+
 Family& own_family() {
-  static thread_local OwnFamily own;
   if (!own.family) {
+    num_threads++;
     std::lock_guard<std::mutex> guard(families_mutex);
     if (free_families->empty()) {
       own.family = std::make_shared<Family>();
@@ -69,14 +73,9 @@ Family& own_family() {
 
 }  // namespace
 
-void refuse_in_fork() {
-  TORCH_CHECK(!in_forked_child,
-              "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
-              "'spawn' start method");
-}
+bool has_recorded() { return own.family != nullptr; }
 
 Recorder& recorder_for(c10::DeviceIndex device) {
-  refuse_in_fork();
   auto* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO_2);
   auto* family = info ? static_cast<Family*>(info) : &own_family();
   Recorder*& r = family->recorders[device];
@@ -289,11 +288,8 @@ TensorMeta describe(const at::Tensor& t, int32_t* next_value) {
 }
 
 bool covers_storage(const TensorMeta& m, int64_t offset, int64_t storage_nbytes) {
-  int64_t numel = 1;
-  for (int64_t size : m.sizes) numel *= size;
-  const Base* base = base_for(m.sizes, m.strides, m.dtype.toScalarType());
-  return offset == 0 && base->nbytes == storage_nbytes &&
-         numel * static_cast<int64_t>(m.dtype.itemsize()) == base->nbytes;
+  return offset == 0 && base_for(m.sizes, m.strides, m.dtype.toScalarType())->nbytes == storage_nbytes &&
+         c10::_compute_non_overlapping_and_dense<int64_t>(m.sizes, m.strides);
 }
 
 void add_write(Node& node, int arg, int element, const at::Tensor& before, const at::Tensor& after,
@@ -368,6 +364,7 @@ bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* for
   lift_keys(info, fork, node->args);
   node->info = &info;
   node->line = std::move(line);
+  if (info.multiplies) node->precision = matmul_precision();
   int32_t next_value = r.at->next_value;
   add_returns(*node, info, inferred.results, &next_value);
   add_writes(*node, info, args, inferred, &next_value);
@@ -454,12 +451,20 @@ bool learn_cleanly(Recorder& r, const OpInfo& info, const IValue* args) {
   return false;
 }
 
+void note_entry(Recorder& r) {
+  auto place = current_place();
+  StateGuard guard(state_lock);
+  if (r.is_empty()) r.entry.swap(place);
+}
+
 }  // namespace
 
 bool RecordKernel::hit(const IValue* args, Results& results, bool is_retry) const {
+  check_running();
   c10::DeviceIndex device = find_device(info, args);
   Recorder& r = recorder_for(device);
   if (C10_UNLIKELY(r.boundary != nullptr)) cut(r, r.boundary);
+  if (C10_UNLIKELY(r.is_empty())) note_entry(r);
   const char* due = nullptr;
   {
     StateGuard guard(state_lock);

@@ -7,6 +7,7 @@
 #include <map>
 #include <unordered_map>
 
+#include "bridge.h"
 #include "device.h"
 #include "storage.h"
 #include "trie.h"
@@ -30,6 +31,7 @@ struct Recorder {
   std::vector<TpuStorage*> live;   // value -> the storage it is the present value of, or null
   const char* boundary = nullptr;  // a marked end of the region, taken at the next op
   std::string boundary_line;
+  std::shared_ptr<CodePlace> entry;  // where the first op of the region was called
   bool is_empty() const { return at == &trie->root; }
 };
 
@@ -45,8 +47,17 @@ void forget_value(TpuStorage* s);
 // Moves the present value of `from` to `to`, which takes its base too.
 void move_value(TpuStorage* from, TpuStorage* to);
 
-// A forked child has no device: raises there what CUDA raises.
-void refuse_in_fork();
+// Before anything that needs the device, no lock held.  A forked child has none: raises there what CUDA raises.  While
+// the interpreter ends, any thread but the one that ends it stops here for good.
+void refuse_or_sleep();
+enum class Process : uint8_t { kRuns, kForked, kEnds };
+extern std::atomic<Process> process;
+inline void check_running() {
+  if (C10_UNLIKELY(process != Process::kRuns)) refuse_or_sleep();
+}
+// Threads that have recorded and not ended.
+extern std::atomic<int> num_threads;
+bool has_recorded();  // whether the calling thread is one of them
 // The recorder of the calling thread's family (autograd's threads belong to their caller's).
 Recorder& recorder_for(c10::DeviceIndex device);
 std::vector<Recorder*> all_recorders();
@@ -87,7 +98,6 @@ struct Limits {
 };
 extern Limits limits;
 extern std::atomic<bool> sync_mode;
-extern std::atomic<bool> in_forked_child;
 
 struct Counters {  // under state_lock
   int64_t hits = 0, misses = 0, regions = 0;

@@ -64,6 +64,7 @@ Node* node_again(Recorder& r, const Node& old, std::vector<ArgKey> call, const N
     w.meta.value = w.value;
   }
   node->rng_increment = old.rng_increment;
+  node->precision = old.precision;
   node->line = old.line;
   return add_node(*r.trie, *r.at, std::move(node), old.next_value - shift);
 }
@@ -72,6 +73,7 @@ void record_again(Recorder& r, const Node& old, std::vector<ArgKey> call, int32_
   LiftedNumbers lifted;
   Node *next = nullptr, *fork = nullptr;
   for (auto& child : r.at->children) {
+    if (child->precision != old.precision) continue;
     lifted.clear();
     Match m = match_keys(*child, *old.info, call, lifted);
     if (m == Match::kYes) next = child.get();
@@ -202,6 +204,7 @@ bool is_same_result(const TensorMeta& a, const TensorMeta& b) {
 
 // Whether two calls of one op on the same values differ in nothing that a program's text shows.
 bool is_same_text(const Node& a, const Node& b) {
+  if (a.precision != b.precision) return false;
   for (size_t i = 0; i < a.args.size(); i++) {
     const ArgKey &x = a.args[i], &y = b.args[i];
     if (x.ints != y.ints || x.numbers.size() != y.numbers.size() || x.tensors.size() != y.tensors.size()) return false;

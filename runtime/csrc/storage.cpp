@@ -67,8 +67,8 @@ const Base* flat_base(int64_t nbytes, at::ScalarType dtype) {
 
 // ---- Python references
 
-namespace {
 SpinLock decref_lock;
+namespace {
 std::vector<PyObject*>* dead_objects = new std::vector<PyObject*>();
 }  // namespace
 

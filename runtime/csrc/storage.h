@@ -109,6 +109,7 @@ at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::T
 at::Tensor make_tensor_locked(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
                               c10::DeviceIndex device);
 
+extern SpinLock decref_lock;  // guards the objects to release; taken after any other lock
 // Releases a Python object without taking the GIL; drained by the next thread that holds it.
 void defer_decref(PyObject* object);
 void drain_decrefs();

@@ -35,7 +35,8 @@ ArgInfo describe_arg(const c10::Argument& arg, const OpFacts& facts) {
       info.role = arg.name() == "pin_memory" || arg.name() == "non_blocking" ? ArgRole::kPlacement : ArgRole::kPlain;
   }
   info.is_liftable = type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType ||
-                     type->kind() == c10::TypeKind::TensorType;
+                     type->kind() == c10::TypeKind::TensorType ||
+                     std::find(facts.ints.begin(), facts.ints.end(), arg.name()) != facts.ints.end();
   for (const auto& [name, values] : facts.structural) {
     if (name != arg.name()) continue;
     if (values) {
@@ -50,7 +51,11 @@ ArgInfo describe_arg(const c10::Argument& arg, const OpFacts& facts) {
 }  // namespace
 
 OpInfo::OpInfo(const c10::OperatorHandle& handle, const OpFacts& facts)
-    : handle(handle), lifts(facts.lifts), random(facts.random), has_infer(facts.has_infer) {
+    : handle(handle),
+      lifts(facts.lifts),
+      random(facts.random),
+      has_infer(facts.has_infer),
+      multiplies(facts.multiplies) {
   const auto& schema = handle.schema();
   name = schema.name().starts_with("aten::") ? schema.name().substr(6) : schema.name();
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();
@@ -370,8 +375,10 @@ void lift_number(const OpInfo& info, const ArgInfo& arg, const NumberKey* fork, 
 
 }  // namespace
 
+at::Float32MatmulPrecision matmul_precision() { return at::globalContext().float32MatmulPrecision(); }
+
 Match match_node(Recorder& r, const Node& node, const OpInfo& info, const IValue* args, LiftedNumbers& lifted) {
-  if (node.info != &info) return Match::kNo;
+  if (node.info != &info || (info.multiplies && node.precision != matmul_precision())) return Match::kNo;
   Match all = Match::kYes;
   size_t given = info.args.size();
   for (size_t i = 0; i < node.args.size(); i++) {

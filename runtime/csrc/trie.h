@@ -1,6 +1,7 @@
 // The trie of op streams seen before: in comes one op call, out goes the node it matches or a new one.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
@@ -24,6 +25,8 @@ struct OpFacts {
   bool random = false;
   std::vector<std::string> mutates;
   bool has_infer = false;
+  std::vector<std::string> ints;  // int arguments that may be lifted
+  bool multiplies = false;        // its result depends on torch.set_float32_matmul_precision
 };
 
 enum class ArgRole : uint8_t { kPlain, kDtype, kPlacement };  // kPlacement: layout, device, pin_memory, memory_format
@@ -31,7 +34,7 @@ enum class ArgRole : uint8_t { kPlain, kDtype, kPlacement };  // kPlacement: lay
 struct ArgInfo {
   bool is_written = false;
   bool is_out = false;
-  bool is_liftable = false;        // a Scalar, a float, a list of them, or a tensor (for 0-dim CPU tensors)
+  bool is_liftable = false;        // a Scalar, a float, a list of them, a tensor (for 0-dim CPU tensors), one of `ints`
   bool is_structural = false;      // every value changes meaning
   std::vector<double> structural;  // these values do
   ArgRole role = ArgRole::kPlain;
@@ -45,7 +48,7 @@ struct OpInfo {
   std::vector<int> return_alias;  // per return: the argument it is, or -1
   int generator_arg = -1;
   int device_arg = -1;
-  bool lifts, random, has_infer, has_optional_list = false, may_resize = false;
+  bool lifts, random, has_infer, multiplies, has_optional_list = false, may_resize = false;
   bool is_foreach = false;  // bumps the version of each tensor it writes; for other ops a kernel above does
 };
 
@@ -116,12 +119,13 @@ struct Node {
   int32_t depth = 0;       // ops up to here
   int64_t bytes = 0;       // bytes produced up to here
   uint64_t rng_increment = 0;
-  int32_t floats = 0, ints = 0;  // lifted numbers up to here
-  uint64_t hash = 0;             // of the op, its geometry and how far back its arguments were made
-  uint64_t context = 0;          // of the last ops' hashes
-  uint64_t skeleton = 0;         // of the ops up to here and the values they take, whatever the shapes
-  Node* best = nullptr;          // where a cap that strikes here cuts; null while the region is too short
-  std::string line;              // where the op was first recorded
+  int32_t floats = 0, ints = 0;            // lifted numbers up to here
+  uint64_t hash = 0;                       // of the op, its geometry and how far back its arguments were made
+  uint64_t context = 0;                    // of the last ops' hashes
+  uint64_t skeleton = 0;                   // of the ops up to here and the values they take, whatever the shapes
+  Node* best = nullptr;                    // where a cap that strikes here cuts; null while the region is too short
+  at::Float32MatmulPrecision precision{};  // of an op that multiplies
+  std::string line;                        // where the op was first recorded
   std::vector<std::unique_ptr<Node>> children;
   Node* last = nullptr;                      // the child taken last time
   std::vector<std::shared_ptr<Plan>> plans;  // programs that end here, by live set and donation
@@ -153,6 +157,8 @@ struct LiftedNumbers {
 
 enum class Match : uint8_t { kNo, kYes, kButNumbers };  // kButNumbers: equal except for numbers that may be lifted
 
+// What torch.set_float32_matmul_precision and its relatives say now.
+at::Float32MatmulPrecision matmul_precision();
 struct Recorder;
 Match match_node(Recorder& r, const Node& node, const OpInfo& info, const IValue* args, LiftedNumbers& lifted);
 // Describes the arguments of a call; false for an argument that cannot be recorded.

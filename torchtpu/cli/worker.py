@@ -81,7 +81,7 @@ class Worker:
         """Compiles one program, or finds it compiled; an error is part of the answer."""
         digest = ""
         try:
-            module = lower(recorded.program, self._fragments, recorded.precision, is_flat=recorded.is_flat)
+            module = lower(recorded.program, self._fragments, is_flat=recorded.is_flat)
             key = self._builder.key(module.text)
             digest = key.digest
             return self._built(module.text, key, {"line": recorded.program.line, "ops": len(recorded.program.ops)})

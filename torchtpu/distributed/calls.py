@@ -111,7 +111,7 @@ def install() -> None:
     library.define("collective(Tensor input, int ticket, str what, int[] sizes) -> Tensor")
     library.impl("collective", lambda input, ticket, what, sizes: input.new_empty(sizes), "Meta")
     _library.append(library)  # which unregisters the op when it dies
-    _C.register_op((OP, {}, False, False, (), False))
+    _C.register_op((OP, {}, False, False, (), False, (), False))
 
 
 def record(call: Call, tensor: torch.Tensor, count: int) -> torch.Tensor:

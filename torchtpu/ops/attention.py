@@ -57,7 +57,7 @@ def _drops(dropout_p: Any) -> bool:
     return not (isinstance(dropout_p, (int, float)) and dropout_p == 0)
 
 
-@lowering("_scaled_dot_product_fused_attention_overrideable", random=True, structural=_DROPOUT)
+@lowering("_scaled_dot_product_fused_attention_overrideable", random=True, structural=_DROPOUT, multiplies=True)
 def attention(
     query,
     key,
@@ -87,7 +87,7 @@ def attention(
     return made.reshape(shape), logsumexp, None, None, None, None, seed, offset, None
 
 
-@lowering("_scaled_dot_product_fused_attention_overrideable_backward", structural=_DROPOUT)
+@lowering("_scaled_dot_product_fused_attention_overrideable_backward", structural=_DROPOUT, multiplies=True)
 def attention_backward(
     grad_out, query, key, value, attn_bias, grad_input_mask, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
     dropout_p, is_causal, philox_seed, philox_offset, *, scale=None, ctx,

@@ -157,7 +157,7 @@ def _infer_convolution(
     return made
 
 
-@lowering("convolution", infer=_infer_convolution)
+@lowering("convolution", infer=_infer_convolution, multiplies=True)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *, ctx):
     window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
     x, w = _computed(ctx, input, weight)
@@ -195,7 +195,7 @@ def _transposed_integers(x: Any, weight: Any, window: _Window, groups: int, ctx:
     return lax.slice(made, (0, 0, *starts), (*shape[:2], *(b + n for b, n in zip(starts, shape[2:], strict=True))))
 
 
-@lowering("convolution_backward")
+@lowering("convolution_backward", multiplies=True)
 def convolution_backward(
     grad_output,
     input,

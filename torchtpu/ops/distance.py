@@ -37,7 +37,7 @@ def _euclidean(x1: Any, x2: Any, ctx: Any) -> Any:
     return jnp.sqrt(jnp.maximum(made, 0))
 
 
-@lowering("_cdist_forward", structural={"p": None, "compute_mode": None})
+@lowering("_cdist_forward", structural={"p": None, "compute_mode": None}, multiplies=True)
 def cdist(x1, x2, p, compute_mode=None, *, ctx):
     a, b = opmath(x1), opmath(x2)
     many = a.shape[-2] > _MANY_ROWS or b.shape[-2] > _MANY_ROWS
@@ -46,7 +46,7 @@ def cdist(x1, x2, p, compute_mode=None, *, ctx):
     return _norm(a[..., :, None, :] - b[..., None, :, :], p)
 
 
-@lowering("_euclidean_dist")
+@lowering("_euclidean_dist", multiplies=True)
 def euclidean_dist(x1, x2, *, ctx):
     return _euclidean(opmath(x1), opmath(x2), ctx)
 
@@ -105,7 +105,7 @@ def pdist_backward(grad, self, p, pdist):
     return jnp.zeros_like(x).at[first].add(slope).at[second].add(-slope)
 
 
-@lowering("_trilinear")
+@lowering("_trilinear", multiplies=True)
 def trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1, *, ctx):
     if jnp.issubdtype(i1.dtype, jnp.integer):
         i1, i2, i3 = (jnp.expand_dims(i, dims) for i, dims in ((i1, expand1), (i2, expand2), (i3, expand3)))

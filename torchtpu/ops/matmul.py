@@ -10,10 +10,11 @@ from torchtpu.ops.registry import as_dtype, jax, jax_dtype, jnp, lax, lowering, 
 _SCALES = {"beta": (0.0, 1.0), "alpha": (1.0,)}
 
 
-def precision_of(dtype: Any, precision: str) -> Any:
+def precision_of(dtype: Any, precision: str | None) -> Any:
     """The XLA precision that `torch.set_float32_matmul_precision(precision)` asks for."""
     if dtype not in (jnp.float32, jnp.complex64):
         return None
+    assert precision is not None, "the op is not registered as one that multiplies"
     return {"highest": lax.Precision.HIGHEST, "high": lax.Precision.HIGH, "medium": lax.Precision.DEFAULT}[precision]
 
 
@@ -66,12 +67,12 @@ def blend(beta: Any, self: Any, alpha: Any, made: Any) -> Any:
     return scaled(self.astype(made.dtype), beta) + made
 
 
-@lowering("mm", "bmm", "mv")
+@lowering("mm", "bmm", "mv", multiplies=True)
 def mm(self, mat2, *, ctx):
     return product(self, mat2, ctx)
 
 
-@lowering("mm.dtype", "bmm.dtype")
+@lowering("mm.dtype", "bmm.dtype", multiplies=True)
 def mm_dtype(self, mat2, out_dtype, *, ctx):
     return product(self, mat2, ctx)
 
@@ -91,7 +92,7 @@ def _spread(scale: Any, shape: tuple[int, ...]) -> Any:
     return scale.astype(jnp.float32)
 
 
-@lowering("_scaled_mm")
+@lowering("_scaled_mm", multiplies=True)
 def scaled_mm(
     self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False, *, ctx
 ):
@@ -108,38 +109,38 @@ def scaled_mm(
     return made * scale_result.astype(made.dtype) if is_scaled else made
 
 
-@lowering("_weight_int8pack_mm")
+@lowering("_weight_int8pack_mm", multiplies=True)
 def weight_int8pack_mm(self, mat2, scales, *, ctx):
     made = contract(opmath(self), mat2.astype(opmath(self).dtype), ((1,), (1,)), ((), ()), ctx)
     return made * scales.astype(made.dtype)
 
 
-@lowering("dot")
+@lowering("dot", multiplies=True)
 def dot(self, tensor, *, ctx):
     return contract(self, tensor, ((0,), (0,)), ((), ()), ctx)
 
 
-@lowering("vdot")
+@lowering("vdot", multiplies=True)
 def vdot(self, other, *, ctx):
     return contract(self.conj(), other, ((0,), (0,)), ((), ()), ctx)
 
 
-@lowering("addmm", "baddbmm", "addmv", structural=_SCALES)
+@lowering("addmm", "baddbmm", "addmv", structural=_SCALES, multiplies=True)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, product(mat1, mat2, ctx))
 
 
-@lowering("addmm.dtype", "baddbmm.dtype", structural=_SCALES)
+@lowering("addmm.dtype", "baddbmm.dtype", structural=_SCALES, multiplies=True)
 def addmm_dtype(self, mat1, mat2, out_dtype, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, product(mat1, mat2, ctx).astype(jax_dtype(out_dtype)))
 
 
-@lowering("addbmm", structural=_SCALES)
+@lowering("addbmm", structural=_SCALES, multiplies=True)
 def addbmm(self, batch1, batch2, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, contract(batch1, batch2, ((0, 2), (0, 1)), ((), ()), ctx))
 
 
-@lowering("_addmm_activation", structural=_SCALES)
+@lowering("_addmm_activation", structural=_SCALES, multiplies=True)
 def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False, ctx):
     made = blend(beta, self, alpha, product(mat1, mat2, ctx))
     return jax.nn.gelu(made, approximate=False) if use_gelu else jax.nn.relu(made)
@@ -154,14 +155,14 @@ def addr(self, vec1, vec2, *, beta=1, alpha=1, ctx):
     return blend(beta, opmath(self), alpha, opmath(vec1)[:, None] * opmath(vec2)[None, :])
 
 
-@lowering("linear")
+@lowering("linear", multiplies=True)
 def linear(input, weight, bias=None, *, ctx):
     # Contracts the weight's own last dimension: XLA:CPU would copy a transposed weight in every call.
     made = contract(input, weight, ((input.ndim - 1,), (weight.ndim - 1,)), ((), ()), ctx)
     return made if bias is None else made + bias.astype(made.dtype)
 
 
-@lowering("linear_backward")
+@lowering("linear_backward", multiplies=True)
 def linear_backward(self, grad_output, weight, output_mask, *, ctx):
     rows = tuple(range(self.ndim - 1))
     grad_input = grad_weight = grad_bias = None

@@ -40,13 +40,14 @@ class Context:
     """What a lowering may ask about the op it is tracing, beyond its arguments.
 
     `results` lists (shape, dtype) of each array the lowering has to return, flattened: the unaliased returns in schema
-    order, then the written arguments.  The engine casts to these dtypes, so a lowering need not.
+    order, then the written arguments.  The engine casts to these dtypes, so a lowering need not.  `precision` is None
+    unless the op is registered as one that multiplies.
     """
 
     op: str
     platform: str
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    precision: str = "highest"
+    precision: str | None = None
     checks: list[tuple[Any, str, type[Exception]]] = field(default_factory=list)
 
     def check(self, ok: Any, message: str, error: type[Exception] = IndexError) -> None:
@@ -65,6 +66,8 @@ class Lowering:
     mutates: arguments the op writes although its schema does not say so.
     infer: shape inference on meta tensors, for ops without a meta kernel.
     persists: the fragments may be kept on disk: they follow from the arguments and this package's sources.
+    ints: int arguments that become run-time inputs when a second value is seen; they do not decide a shape.
+    multiplies: the result depends on `torch.set_float32_matmul_precision`, which the lowering finds in `ctx.precision`.
     """
 
     name: str
@@ -75,6 +78,8 @@ class Lowering:
     mutates: tuple[str, ...] = ()
     infer: Callable[..., Any] | None = None
     persists: bool = True
+    ints: tuple[str, ...] = ()
+    multiplies: bool = False
 
     @functools.cached_property
     def takes_context(self) -> bool:

@@ -97,20 +97,31 @@ def _bounds(size: int, start: int | None, end: int | None, step: int) -> tuple[i
     return span.start, len(span), step
 
 
-@lowering("slice_backward")
+@lowering("slice_backward", ints=("start", "end"))
 def slice_backward(grad, input_sizes, dim, start, end, step):
-    size = input_sizes[dim]
-    first, count, step = _bounds(size, start, end, step)
+    size, count = input_sizes[dim], grad.shape[dim]
     if count == 0:
         return jnp.zeros(input_sizes, grad.dtype)
-    return _padded(grad, dim, first, size - first - (count - 1) * step - 1, step - 1)
+    if isinstance(start, int):
+        first, _, _ = _bounds(size, start, size, step)
+        return _padded(grad, dim, first, size - first - (count - 1) * step - 1, step - 1)
+    return _placed(_padded(grad, dim, 0, 0, step - 1), input_sizes, dim, start)
 
 
-@lowering("select_backward")
+@lowering("select_backward", ints=("index",))
 def select_backward(grad, input_sizes, dim, index):
     dim %= len(input_sizes)
     size = input_sizes[dim]
-    return _padded(jnp.expand_dims(grad, dim), dim, index % size, size - 1 - index % size)
+    grad = jnp.expand_dims(grad, dim)
+    if isinstance(index, int):
+        return _padded(grad, dim, index % size, size - 1 - index % size)
+    return _placed(grad, input_sizes, dim, index)
+
+
+def _placed(x: Any, sizes: Any, dim: int, start: Any) -> Any:
+    """Zeros with `x` from `start` on, a number known at run time which counts from the end where it is negative."""
+    first = jnp.where(start < 0, start + sizes[dim], start)
+    return lax.dynamic_update_slice_in_dim(jnp.zeros(sizes, x.dtype), x, first, dim % len(sizes))
 
 
 @lowering("slice_scatter")
