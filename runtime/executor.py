@@ -264,10 +264,12 @@ def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Gua
 
 def _forget_frames(error: BaseException) -> None:
     """A launch may run in a reading thread: a stored traceback would keep the reader's frames and tensors alive."""
-    found: BaseException | None = error
-    while found is not None:
+    waiting, known = [error], set[int]()
+    while waiting:
+        found = waiting.pop()
+        known.add(id(found))
         found.__traceback__ = None
-        found = found.__cause__ or found.__context__
+        waiting += [e for e in (found.__cause__, found.__context__) if e is not None and id(e) not in known]
 
 
 def _explained(error: BaseException, about: About, run: str) -> BaseException:
