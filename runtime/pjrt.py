@@ -39,7 +39,9 @@ class Client:
             self._client = xla_client.make_cpu_client(asynchronous=True, num_devices=num_devices)
         else:
             self._client = jax.extend.backend.get_backend(platform)
-        self.devices: list[Any] = list(self._client.local_devices())
+        found = list(self._client.local_devices())
+        # A rank that has one chip of several may call it by any index.
+        self.devices: list[Any] = [found[i % len(found)] for i in range(max(num_devices, len(found)))]
         self._shardings = [SingleDeviceSharding(d) for d in self.devices]
         self._options = [compile_options(d, excess_precision) for d in self.devices]
 

@@ -19,6 +19,7 @@ from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchtpu import config, distributed, fallback
+from torchtpu.distributed.chips import rank_environment
 from torchtpu.ops import composed
 from torchtpu.runtime import _C
 from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
@@ -194,6 +195,8 @@ def platform() -> str:
 
 def start() -> None:
     """Prepares the recorder: devices, ops, limits, boundaries, fork and exit. Called once, at import."""
+    if platform() == "tpu":
+        os.environ.update(rank_environment(os.environ, len(chips())))
     _C.set_device_count(_count_devices())
     _C.set_device(_local_rank() % _C.device_count())
     config.on_change(_apply)
@@ -219,12 +222,13 @@ def _count_devices() -> int:
     if target:
         return devices_of_host(*find_chip(target))
     where = platform()
+    # A script under torchrun takes the device of its LOCAL_RANK; whichever index it takes is the rank's own chip.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if where == "cpu":
-        # A script under torchrun takes the device of its LOCAL_RANK, as on a machine with that many chips.
-        return max(1, config.get("num_devices"), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return max(1, config.get("num_devices"), ranks)
     if where == "tpu":
         visible = os.environ.get("TPU_VISIBLE_CHIPS") or os.environ.get("TPU_VISIBLE_DEVICES")
-        return len(visible.split(",")) if visible else max(1, len(chips()))
+        return max(ranks, len(visible.split(",")) if visible else len(chips()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len(visible.split(",")) if visible else max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
