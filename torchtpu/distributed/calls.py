@@ -147,7 +147,7 @@ def perform(tensor: torch.Tensor, ticket: int, what: str, sizes: Sequence[int]) 
         return _worker.run(lambda: call.run(tensor)).view(tuple(sizes))
     except BaseException as error:
         call.error = call.owner.explain(call, error)
-        raise call.error from error
+        raise call.error from call.error.__cause__
     finally:
         _totals.milliseconds += (time.perf_counter() - started) * 1e3
         call.finished.set()
