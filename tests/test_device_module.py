@@ -298,26 +298,3 @@ def test_metrics_have_the_promised_names():
     assert snapshot["ops_recorded"] >= 2
     metrics.reset()
     assert metrics.snapshot()["ops_recorded"] == 0
-
-
-def test_torch_compile_runs_tpu_graphs_on_the_device():
-    torch._dynamo.reset()
-    model = nn.Linear(3, 3).to("tpu")
-    compiled = torch.compile(model)
-    x = torch.ones(2, 3, device="tpu")
-    compiled(x).sum().backward()
-    assert torch.allclose(compiled(x).detach().cpu(), model(x).detach().cpu())
-    assert model.weight.grad.is_tpu
-
-
-def test_torch_compile_leaves_other_graphs_to_inductor(monkeypatch):
-    torch._dynamo.reset()
-    modes = []
-
-    def inductor(mode, options, dynamic):
-        modes.append(mode)
-        return lambda graph, inputs: graph.forward
-
-    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", inductor)
-    assert torch.compile(lambda a: a + 1)(torch.ones(2)).tolist() == [2, 2]
-    assert modes == ["default"]
