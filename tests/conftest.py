@@ -75,9 +75,10 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def fresh_dynamo(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """torch.compile as in a new process; its progress bars start no thread, and no log keeps its tracebacks."""
-    from tqdm import tqdm
+    with contextlib.suppress(ImportError):  # torch takes tqdm where it is installed
+        from tqdm import tqdm
 
-    tqdm.monitor_interval = 0
+        tqdm.monitor_interval = 0
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
