@@ -43,7 +43,7 @@ def call(
         kept[:, 0] = True
         kept[:dead_rows] = False
         mask = jnp.where(jnp.asarray(kept), 0.0, -jnp.inf).astype(dtype)
-    context = Context("attention", "cpu", ())
+    context = Context("attention", "cpu", (), "highest")
     draw = (jnp.uint64(0), jnp.int64(0))
     made = forward(query, key, value, mask, 0.0, is_causal, False, scale=scale, generator=draw, ctx=context)
     grad = make(*made[0].shape)

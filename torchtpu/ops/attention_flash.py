@@ -59,7 +59,13 @@ def _bias(attn_bias: Any, query: Any, key: Any) -> tuple[Any, Any]:
     return jnp.broadcast_to(jnp.maximum(attn_bias, flash.DEFAULT_MASK_VALUE), shape).astype(jnp.float32), dead
 
 
-@lowering("_scaled_dot_product_fused_attention_overrideable", platform="tpu", random=True, structural=_DROPOUT)
+@lowering(
+    "_scaled_dot_product_fused_attention_overrideable",
+    platform="tpu",
+    random=True,
+    structural=_DROPOUT,
+    multiplies=True,
+)
 def flash_forward(
     query, key, value, attn_bias=None, dropout_p=0.0, is_causal=False, return_debug_mask=False, *,
     scale=None, generator, ctx,
@@ -87,7 +93,12 @@ def flash_forward(
     return made, logsumexp, None, None, None, None, seed, offset, None
 
 
-@lowering("_scaled_dot_product_fused_attention_overrideable_backward", platform="tpu", structural=_DROPOUT)
+@lowering(
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+    platform="tpu",
+    structural=_DROPOUT,
+    multiplies=True,
+)
 def flash_backward(
     grad_out, query, key, value, attn_bias, grad_input_mask, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
     dropout_p, is_causal, philox_seed, philox_offset, *, scale=None, ctx,
