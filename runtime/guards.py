@@ -64,7 +64,8 @@ class Outcome:
         if failed:
             self._raised |= failed
             check = self._checks[(failed & -failed).bit_length() - 1]
-            place = recorded_at(check.line, self._run())
+            run = self._run()
+            place = recorded_at(check.line, "" if run == f"entered from {check.line}" else run)
             raise check.error(f"{check.message} ({full_name(check.op)} {place})")
 
     def raise_unread(self) -> None:

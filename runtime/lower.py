@@ -138,6 +138,7 @@ class _Writer:
         self._functions: dict[str, str] = {}
         self._checks: list[Check] = []
         self._check_names: list[str] = []
+        self._asserted = 0  # checks of ops without results: what is made after them depends on them
         self._sources: dict[int | None, int] = {~i: 1 << i for i in range(len(program.inputs))}
         self._count = 0
         self._names: dict[int, str] = {~i: f"%in{i}" for i in range(len(program.inputs))}
@@ -194,9 +195,11 @@ class _Writer:
         for message, error in fragment.checks:
             checked |= 1 << len(self._program.inputs) + len(self._checks)
             self._checks.append(Check(message, error, op.name, op.line, read))
+        if not call.made:
+            self._asserted |= checked
         for target, forwarded, old in zip(call.made, fragment.forwards, call.kept(), strict=True):
             own = read if forwarded is None else taken[forwarded]
-            sources[target.value] = own | checked | sources.get(old, 0)
+            sources[target.value] = own | checked | self._asserted | sources.get(old, 0)
 
     def _call(self, fragment: Fragment, arguments: list[str]) -> list[str]:
         self._functions.setdefault(fragment.symbol, fragment.text)

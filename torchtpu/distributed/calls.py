@@ -145,7 +145,7 @@ def perform(tensor: torch.Tensor, ticket: int, what: str, sizes: Sequence[int]) 
     started = time.perf_counter()
     try:
         return _worker.run(lambda: call.run(tensor)).view(tuple(sizes))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 -- explained, and raised again
         call.error = call.owner.explain(call, error)
         raise call.error from call.error.__cause__
     finally:
