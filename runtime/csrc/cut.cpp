@@ -165,8 +165,9 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   if (!kept) split_by_shape(r, line);
   auto kept_at = [&](int32_t value) -> KeptValue* {
     if (!kept) return nullptr;
-    auto it = std::find_if(kept->begin(), kept->end(), [&](const KeptValue& k) { return k.value == value; });
-    return it == kept->end() ? nullptr : &*it;
+    auto it = std::lower_bound(kept->begin(), kept->end(), value,
+                               [](const KeptValue& k, int32_t sought) { return k.value < sought; });
+    return it == kept->end() || it->value != value ? nullptr : &*it;
   };
   std::vector<int32_t> live;
   for (int32_t value = 0; value < r.at->next_value; value++) {

@@ -32,8 +32,6 @@ struct Queue {
   std::thread::id stopper;  // the thread that stops
   PyObject* unseen_error = nullptr;
   std::vector<std::thread> threads;
-  std::unordered_map<int64_t, WorkRef> markers;
-  int64_t next_marker = 1;
 
   // Held while the front of `works` is launched: launches happen in one order, in whichever thread is there first.
   // Never waited for with the GIL or `mutex` held.
@@ -398,37 +396,6 @@ void mark_seen(PyObject* error) {
   if (queue->unseen_error != error) return;
   queue->unseen_error = nullptr;
   defer_decref(error);
-}
-
-// ---- markers
-
-int64_t record_marker(c10::DeviceIndex device) {
-  cut(recorder_for(device), "event");
-  auto work = std::make_shared<Work>();
-  work->device = device;
-  enqueue(work);
-  wake_launcher();
-  std::lock_guard<std::mutex> lock(queue->mutex);
-  queue->markers[queue->next_marker] = work;
-  while (queue->markers.size() > 65536) queue->markers.erase(queue->markers.begin());
-  return queue->next_marker++;
-}
-
-namespace {
-WorkRef find_marker(int64_t marker) {
-  std::lock_guard<std::mutex> lock(queue->mutex);
-  auto it = queue->markers.find(marker);
-  return it == queue->markers.end() ? nullptr : it->second;
-}
-}  // namespace
-
-void wait_marker(int64_t marker) {
-  if (auto work = find_marker(marker)) wait_done(work);
-}
-
-double marker_time(int64_t marker) {
-  auto work = find_marker(marker);
-  return work && work->is_done ? work->finished_at : -1;
 }
 
 // ---- errors

@@ -1,7 +1,6 @@
 #include "recorder.h"
 
 #include <c10/core/Contiguity.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
 
@@ -14,7 +13,6 @@ namespace torchtpu {
 Limits limits;
 Counters counters;
 std::atomic<bool> sync_mode{false};
-std::atomic<int> num_threads{0};
 
 uint64_t new_epoch() {
   static std::atomic<uint64_t> next{1};
@@ -22,75 +20,6 @@ uint64_t new_epoch() {
 }
 
 Recorder::Recorder(c10::DeviceIndex device) : device(device), epoch(new_epoch()), at(&trie->root) {}
-
-// ---- thread families
-
-namespace {
-
-// One recorder per device; shared by a thread and the autograd threads that work for it.
-struct Family : c10::DebugInfoBase {
-  std::array<Recorder*, kMaxDevices> recorders{};
-};
-
-std::mutex families_mutex;
-std::vector<std::shared_ptr<Family>>* free_families = new std::vector<std::shared_ptr<Family>>();
-std::vector<Recorder*>* every_recorder = new std::vector<Recorder*>();
-
-// A thread's own family; handed on, with its trie, to the next thread when this one ends.
-struct OwnFamily {
-  std::shared_ptr<Family> family;
-  ~OwnFamily() {
-    if (!family || process != Process::kRuns) return;
-    num_threads--;
-    {
-      StateGuard guard(state_lock);
-      for (Recorder* r : family->recorders) {
-        if (r) cut_locked(*r, "thread_end", "");
-      }
-    }
-    wake_launcher();
-    std::lock_guard<std::mutex> guard(families_mutex);
-    free_families->push_back(std::move(family));
-  }
-};
-
-thread_local OwnFamily own;
-
-Family& own_family() {
-  if (!own.family) {
-    num_threads++;
-    std::lock_guard<std::mutex> guard(families_mutex);
-    if (free_families->empty()) {
-      own.family = std::make_shared<Family>();
-    } else {
-      own.family = std::move(free_families->back());
-      free_families->pop_back();
-    }
-  }
-  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::TEST_INFO_2, own.family);
-  return *own.family;
-}
-
-}  // namespace
-
-bool has_recorded() { return own.family != nullptr; }
-
-Recorder& recorder_for(c10::DeviceIndex device) {
-  auto* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO_2);
-  auto* family = info ? static_cast<Family*>(info) : &own_family();
-  Recorder*& r = family->recorders[device];
-  if (!r) {
-    r = new Recorder(device);
-    std::lock_guard<std::mutex> guard(families_mutex);
-    every_recorder->push_back(r);
-  }
-  return *r;
-}
-
-std::vector<Recorder*> all_recorders() {
-  std::lock_guard<std::mutex> guard(families_mutex);
-  return *every_recorder;
-}
 
 // ---- values
 

@@ -67,7 +67,7 @@ struct KeptValue {
   int32_t value;
   BufferRef buffer;  // set by the cut
 };
-// Ends the pending region and queues it; null where nothing was recorded.  Under state_lock.
+// Ends the pending region and queues it; null where nothing was recorded.  `kept` ascends.  Under state_lock.
 WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vector<KeptValue>* kept = nullptr);
 // The same for the calling thread's recorder: takes the lock, wakes the launcher, waits while too much is in flight.
 WorkRef cut(Recorder& r, const char* reason);

@@ -202,12 +202,15 @@ bool is_same_result(const TensorMeta& a, const TensorMeta& b) {
   return a.sizes == b.sizes && a.strides == b.strides && a.dtype == b.dtype && a.base == b.base;
 }
 
-// Whether two calls of one op on the same values differ in nothing that a program's text shows.
-bool is_same_text(const Node& a, const Node& b) {
-  if (a.precision != b.precision) return false;
+// Whether two calls of one op on the same values, with as many results, agree in geometry and numbers: then one
+// program most likely serves both.
+bool is_same_call(const Node& a, const Node& b) {
+  if (a.info != b.info || a.precision != b.precision) return false;
   for (size_t i = 0; i < a.args.size(); i++) {
     const ArgKey &x = a.args[i], &y = b.args[i];
-    if (x.ints != y.ints || x.numbers.size() != y.numbers.size() || x.tensors.size() != y.tensors.size()) return false;
+    if (x.ints != y.ints || x.dtype != y.dtype || x.numbers.size() != y.numbers.size() ||
+        x.tensors.size() != y.tensors.size())
+      return false;
     if (!is_same_number(x.number, y.number)) return false;
     for (size_t e = 0; e < x.numbers.size(); e++) {
       if (!is_same_number(x.numbers[e], y.numbers[e])) return false;
@@ -217,6 +220,7 @@ bool is_same_text(const Node& a, const Node& b) {
     }
   }
   for (size_t i = 0; i < a.returns.size(); i++) {
+    if (a.returns[i].tensors.size() != b.returns[i].tensors.size()) return false;
     for (size_t e = 0; e < a.returns[i].tensors.size(); e++) {
       if (!is_same_result(a.returns[i].tensors[e], b.returns[i].tensors[e])) return false;
     }
@@ -231,7 +235,7 @@ std::vector<Node*> ends_of_runs(Node* now, const Node* before) {
   std::vector<bool> is_same;
   for (Node* node = now; node->info; node = node->parent, before = before->parent) {
     path.push_back(node);
-    is_same.push_back(is_same_text(*node, *before));
+    is_same.push_back(is_same_call(*node, *before));
   }
   std::reverse(path.begin(), path.end());
   std::reverse(is_same.begin(), is_same.end());

@@ -1,87 +1,10 @@
 #include "trie.h"
 
-#include <ATen/core/jit_type.h>
-
 #include <bit>
 
 #include "recorder.h"
 
 namespace torchtpu {
-
-namespace {
-
-c10::TypePtr element_type(c10::TypePtr type) {
-  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-  return type;
-}
-
-ArgInfo describe_arg(const c10::Argument& arg, const OpFacts& facts) {
-  ArgInfo info;
-  info.is_written = arg.alias_info() && arg.alias_info()->isWrite();
-  info.is_out = info.is_written && arg.is_out();
-  for (const auto& name : facts.mutates) info.is_written |= name == arg.name();
-  auto type = element_type(arg.real_type());
-  if (auto list = type->cast<c10::ListType>()) type = list->getElementType();
-  switch (type->kind()) {
-    case c10::TypeKind::ScalarTypeType:
-      info.role = ArgRole::kDtype;
-      break;
-    case c10::TypeKind::LayoutType:
-    case c10::TypeKind::DeviceObjType:
-    case c10::TypeKind::MemoryFormatType:
-      info.role = ArgRole::kPlacement;
-      break;
-    default:
-      info.role = arg.name() == "pin_memory" || arg.name() == "non_blocking" ? ArgRole::kPlacement : ArgRole::kPlain;
-  }
-  info.is_liftable = type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType ||
-                     type->kind() == c10::TypeKind::TensorType ||
-                     std::find(facts.ints.begin(), facts.ints.end(), arg.name()) != facts.ints.end();
-  for (const auto& [name, values] : facts.structural) {
-    if (name != arg.name()) continue;
-    if (values) {
-      info.structural = *values;
-    } else {
-      info.is_structural = true;
-    }
-  }
-  return info;
-}
-
-}  // namespace
-
-OpInfo::OpInfo(const c10::OperatorHandle& handle, const OpFacts& facts)
-    : handle(handle),
-      lifts(facts.lifts),
-      random(facts.random),
-      has_infer(facts.has_infer),
-      multiplies(facts.multiplies) {
-  const auto& schema = handle.schema();
-  name = schema.name().starts_with("aten::") ? schema.name().substr(6) : schema.name();
-  if (!schema.overload_name().empty()) name += "." + schema.overload_name();
-  for (const auto& arg : schema.arguments()) {
-    auto type = element_type(arg.real_type());
-    if (type->kind() == c10::TypeKind::GeneratorType) generator_arg = static_cast<int>(args.size());
-    if (type->kind() == c10::TypeKind::DeviceObjType) device_arg = static_cast<int>(args.size());
-    if (auto list = type->cast<c10::ListType>()) {
-      has_optional_list |= list->getElementType()->kind() == c10::TypeKind::OptionalType;
-    }
-    args.push_back(describe_arg(arg, facts));
-    may_resize |= args.back().is_out;
-  }
-  random |= generator_arg >= 0;
-  is_foreach = name.rfind("_foreach_", 0) == 0;
-  for (const auto& ret : schema.returns()) {
-    int alias = -1;
-    if (ret.alias_info()) {
-      for (size_t i = 0; i < args.size(); i++) {
-        const auto* info = schema.arguments()[i].alias_info();
-        if (info && *info == *ret.alias_info()) alias = static_cast<int>(i);
-      }
-    }
-    return_alias.push_back(alias);
-  }
-}
 
 namespace {
 
@@ -167,16 +90,6 @@ Match match_number(const NumberKey& key, const NumberKey& given, LiftedNumbers& 
   }
   if (key.bits == given.bits && key.imaginary_bits == given.imaginary_bits) return Match::kYes;
   return key.kind == NumberKey::kBool || key.kind == NumberKey::kComplex ? Match::kNo : Match::kButNumbers;
-}
-
-double as_double(const NumberKey& key) {
-  return key.kind == NumberKey::kDouble ? std::bit_cast<double>(key.bits) : static_cast<double>(key.bits);
-}
-
-bool is_structural(const ArgInfo& arg, const NumberKey& key) {
-  if (arg.is_structural || key.kind == NumberKey::kBool || key.kind == NumberKey::kComplex) return true;
-  double value = as_double(key);
-  return std::find(arg.structural.begin(), arg.structural.end(), value) != arg.structural.end();
 }
 
 // A lifted branch refuses the values that change the op's meaning.
@@ -493,90 +406,6 @@ Match match_key(const ArgInfo& arg, const ArgKey& key, const ArgKey& given, Lift
   return all;
 }
 
-// ---- hashes: equal in every process, and for every place in the region at which a loop's op is met
-
-// The shortest region that a cap makes, as a part of the longest.
-constexpr int kShortest = 8;
-
-// A hash looks back half as far as a region is long before it may be cut: it then sees the same from any start.
-int64_t reach() { return limits.max_ops / kShortest / 2; }
-constexpr int64_t kReachOfLargeOps = 2;  // where few ops make many bytes
-
-uint64_t mix(uint64_t hash, uint64_t value) {
-  hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
-  hash *= 0xff51afd7ed558ccdull;
-  return hash ^ (hash >> 32);
-}
-
-uint64_t hash_text(const std::string& text) {
-  uint64_t hash = 0xcbf29ce484222325ull;
-  for (char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
-  return hash;
-}
-
-uint64_t hash_number(const ArgInfo& arg, const NumberKey& number) {
-  bool is_fixed = !arg.is_liftable || is_structural(arg, number);
-  return mix(number.kind, is_fixed ? static_cast<uint64_t>(number.bits) : 1);
-}
-
-uint64_t hash_tensor(const TensorKey& t, int32_t next_value) {
-  uint64_t hash = mix(t.is_none, static_cast<uint64_t>(t.dtype.toScalarType()));
-  for (int64_t x : t.geometry) hash = mix(hash, static_cast<uint64_t>(x));
-  bool is_near = t.value >= 0 && next_value - t.value <= reach();  // else as if made outside
-  return mix(hash, is_near ? next_value - t.value : 0);
-}
-
-uint64_t hash_call(const Node& node, int32_t next_value) {
-  uint64_t hash = hash_text(node.info->name);
-  for (size_t i = 0; i < node.args.size(); i++) {
-    static const ArgInfo plain;
-    const ArgKey& key = node.args[i];
-    const ArgInfo& arg = i < node.info->args.size() ? node.info->args[i] : plain;
-    hash = mix(hash, key.kind);
-    if (key.kind == ArgKey::kNumber || key.kind == ArgKey::kCpuScalar) hash = mix(hash, hash_number(arg, key.number));
-    for (const auto& number : key.numbers) hash = mix(hash, hash_number(arg, number));
-    for (const auto& t : key.tensors) hash = mix(hash, hash_tensor(t, next_value));
-    for (int64_t x : key.ints) hash = mix(hash, static_cast<uint64_t>(x));
-  }
-  return hash;
-}
-
-uint64_t hash_context(const Node& node, int64_t ops) {
-  uint64_t hash = 0;
-  for (const Node* at = &node; ops-- > 0 && at->info; at = at->parent) hash = mix(hash, at->hash);
-  return hash;
-}
-
-uint64_t hash_skeleton(const Node& node, uint64_t hash) {
-  hash = mix(hash, hash_text(node.info->name));
-  for (const auto& key : node.args) {
-    hash = mix(hash, key.kind);
-    for (const auto& t : key.tensors) hash = mix(hash, static_cast<uint64_t>(t.value));
-  }
-  return hash;
-}
-
-void count_lifted(Node& node) {
-  auto count = [&](const NumberKey& number) {
-    if (number.is_lifted) (number.kind == NumberKey::kDouble ? node.floats : node.ints)++;
-  };
-  for (const auto& key : node.args) {
-    if (key.kind == ArgKey::kRandom) node.ints += 2;
-    if (key.kind == ArgKey::kNumber || key.kind == ArgKey::kCpuScalar) count(key.number);
-    for (const auto& number : key.numbers) count(number);
-    for (const auto& t : key.tensors) node.ints += t.is_offset_lifted;
-  }
-}
-
-int64_t bytes_made(const Node& node) {
-  int64_t bytes = 0;
-  for (const auto& ret : node.returns) {
-    for (const auto& m : ret.tensors) bytes += m.base ? m.base->nbytes : 0;
-  }
-  for (const auto& w : node.writes) bytes += w.meta.base->nbytes;
-  return bytes;
-}
-
 }  // namespace
 
 Match match_keys(const Node& node, const OpInfo& info, const std::vector<ArgKey>& given, LiftedNumbers& lifted) {
@@ -587,34 +416,6 @@ Match match_keys(const Node& node, const OpInfo& info, const std::vector<ArgKey>
     merge(all, match_key(i < info.args.size() ? info.args[i] : plain, node.args[i], given[i], lifted));
   }
   return all;
-}
-
-Node* add_node(Trie& trie, Node& parent, std::unique_ptr<Node> node, int32_t next_value) {
-  node->parent = &parent;
-  node->next_input = parent.next_input;
-  for (const auto& key : node->args) {
-    for (const auto& t : key.tensors) {
-      if (t.value < 0 && t.value != kNoValue) node->next_input = std::max(node->next_input, ~t.value + 1);
-    }
-  }
-  node->next_value = next_value;
-  node->depth = parent.depth + 1;
-  node->bytes = parent.bytes + bytes_made(*node);
-  node->floats = parent.floats;
-  node->ints = parent.ints;
-  count_lifted(*node);
-  node->hash = hash_call(*node, parent.next_value);
-  node->skeleton = hash_skeleton(*node, parent.skeleton);
-  node->best = parent.best;
-  bool has_many = node->depth >= limits.max_ops / kShortest, has_large = node->bytes >= limits.max_bytes / kShortest;
-  if (has_many || has_large) {
-    node->context = hash_context(*node, has_many ? reach() : kReachOfLargeOps);
-    if (!node->best || node->context >= node->best->context) node->best = node.get();
-  }
-  trie.nodes++;
-  parent.last = node.get();
-  parent.children.push_back(std::move(node));
-  return parent.last;
 }
 
 }  // namespace torchtpu

@@ -82,6 +82,10 @@ struct ArgKey {
   IValue other;
 };
 
+double as_double(const NumberKey& key);
+// Whether this value changes what a call means, so that it stays in a program's text.
+bool is_structural(const ArgInfo& arg, const NumberKey& key);
+
 struct TensorMeta {
   c10::SmallVector<int64_t, 5> sizes, strides;
   caffe2::TypeMeta dtype;

@@ -55,7 +55,7 @@ constexpr char kLetter<at::OptionalIntArrayRef> = 'A';
 template <>
 constexpr char kLetter<SymIntArrayRef> = 'Y';
 template <>
-constexpr char kLetter<std::array<bool, 3>> = 'm' + 'b';  // bool[3]
+constexpr char kLetter<std::array<bool, 3>> = '3';
 
 char letter_of(const c10::TypePtr& type, bool is_written, bool is_optional = false) {
   switch (type->kind()) {
