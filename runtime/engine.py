@@ -9,9 +9,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from torchtpu.compiler_cache import Note, NullStore, Store
 
 from . import log
 from .calls import Entry, Lowerings, full_name, results_of
+from .clusters import find_clusters
 from .compiler import Compiler, Loaded
 from .counters import Counters
 from .executor import About, Executable, Executor
@@ -31,6 +32,14 @@ from .memory import show_bytes
 from .observe import Observer
 from .pjrt import Client, key_of
 from .region import Program
+from .sequence import Sequence as Parts
+
+
+class _Build(NamedTuple):
+    program: Program
+    module: Module
+    about: About
+    flight: Future[Loaded]
 
 
 class Engine:
@@ -89,7 +98,9 @@ class Engine:
             if program.ops[-1].name in self._host_ops:
                 plan.ready(HostCall(self.client, program, device, self._host_ops[program.ops[-1].name]))
                 return
-            module, about, flight = self._submit(program, device, is_flat=False)
+            parts = find_clusters(program, self.fragments)
+            programs = {id(part.program): part.program for part in parts} or {id(program): program}
+            builds = {number: self._submit(p, device, is_flat=False) for number, p in programs.items()}
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             if self._journal is not None:
                 identity = self._journal.program(program)
@@ -98,17 +109,23 @@ class Engine:
             return
         self.counters.regions_planned += 1
 
-        def tell(done: Future[Loaded]) -> None:
-            try:
-                executable = self._executable(program, device, module, about, done)
-            except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
-                plan.failed(_explained(error, about, plan.run))
+        def tell() -> None:
+            made: dict[int, Executable] = {}
+            for number, build in builds.items():
+                try:
+                    made[number] = self._executable(build, device)
+                except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
+                    plan.failed(_explained(error, build.about, plan.run))
+                    return
+            if parts:
+                executables = [made[id(part.program)] for part in parts]
+                plan.ready(Parts(program, parts, executables.__getitem__))
             else:
-                plan.ready(executable)
+                plan.ready(made[id(program)])
 
-        flight.add_done_callback(tell)
+        _when_all([build.flight for build in builds.values()], tell)
 
-    def _submit(self, program: Program, device: int, *, is_flat: bool) -> tuple[Module, About, Future[Loaded]]:
+    def _submit(self, program: Program, device: int, *, is_flat: bool) -> _Build:
         started = time.perf_counter()
         module = lower(program, self.fragments, is_flat=is_flat)
         key = key_of(module.text, self.client, device)
@@ -122,17 +139,16 @@ class Engine:
             _keep_journal(self._journal, program, is_flat, key.digest, flight)
         for observer in self._observers:
             observer.planned(program, about, flight)
-        return module, about, flight
+        return _Build(program, module, about, flight)
 
-    def _executable(
-        self, program: Program, device: int, module: Module, about: About, done: Future[Loaded]
-    ) -> Executable:
+    def _executable(self, build: _Build, device: int) -> Executable:
         def make_flat() -> Executable:
             self.counters.offset_variants += 1
-            flat, flat_about, flight = self._submit(program, device, is_flat=True)
-            return Executable(self.client, flat, flight.result(), device, flat_about, _refuse)
+            _, module, about, flight = self._submit(build.program, device, is_flat=True)
+            return Executable(self.client, module, flight.result(), device, about, _refuse)
 
-        return Executable(self.client, module, done.result(), device, about, make_flat if module.offsets else _refuse)
+        _, module, about, flight = build
+        return Executable(self.client, module, flight.result(), device, about, make_flat if module.offsets else _refuse)
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """An array with the contents of a contiguous CPU tensor, which nobody changes afterwards."""
@@ -180,6 +196,18 @@ def _keep_journal(journal: Journal, program: Program, is_flat: bool, digest: str
             journal.outcome(Outcome(identity, outcome, digest, loaded.milliseconds))
 
     flight.add_done_callback(note)
+
+
+def _when_all(flights: Collection[Future[Loaded]], then: Callable[[], None]) -> None:
+    """Calls `then` once, when every flight has landed."""
+    left = threading.Semaphore(len(flights) - 1)
+
+    def landed(_: Future[Loaded]) -> None:
+        if not left.acquire(blocking=False):
+            then()
+
+    for flight in flights:
+        flight.add_done_callback(landed)
 
 
 def _refuse() -> Executable:

@@ -20,6 +20,7 @@ from .log import write
 from .lower import Module
 from .memory import show_bytes, wait_for_room
 from .observe import Launched, Observer
+from .sequence import Sequence as Parts
 
 if TYPE_CHECKING:
     from .pjrt import Client
@@ -125,6 +126,8 @@ class Executor:
         executable = work.executable
         if isinstance(executable, HostCall):
             return self._call(work)
+        if isinstance(executable, Parts):
+            return executable.run(work, self.launch)
         try:
             if executable.offsets:
                 executable = executable.at(work.ints.tolist())

@@ -48,12 +48,19 @@ class Fragments:
     ) -> None:
         self._watch = watch
         self._lowerings = lowerings
-        self._platform = platform or client.lowering_platform
-        self._tracer = Tracer(client, self._platform, lowerings.context)
+        self.platform = platform or client.lowering_platform
+        self._tracer = Tracer(client, self.platform, lowerings.context)
         self._store = store
         self._counters = counters
         self._lock = threading.Lock()  # held while fragments are added
         self._known: dict[str, Fragment] = {}
+
+    def maps(self, op: Op) -> bool:
+        """Whether an op goes through its lists in step, element by element."""
+        try:
+            return self._lowerings.entry(op.name, self.platform).maps
+        except NotImplementedError as error:
+            raise explained(op, error) from error
 
     def find(self, ops: Sequence[Op]) -> list[tuple[Fragment, list[Parameter]]]:
         """Each op's fragment and the arrays it is called with; an error while tracing names the op and its line."""
@@ -80,7 +87,7 @@ class Fragments:
         waiting: list[tuple[str, Op, Entry]] = []
         for key, op in missing.items():
             try:
-                entry = self._lowerings.entry(op.name, self._platform)
+                entry = self._lowerings.entry(op.name, self.platform)
                 stored = self._store.get(self._disk_key(key, entry)) if self._store.keeps and entry.persists else None
             except Exception as error:
                 raise explained(op, error) from error
@@ -104,7 +111,7 @@ class Fragments:
 
     def _disk_key(self, key: str, entry: Entry) -> Key:
         source = fingerprint(entry.function, self._lowerings.context)
-        return Key.of("fragment", {"op": key, "platform": self._platform, "fingerprint": source})
+        return Key.of("fragment", {"op": key, "platform": self.platform, "fingerprint": source})
 
 
 @functools.cache

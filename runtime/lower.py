@@ -16,6 +16,7 @@ from . import views
 from .calls import Parameter, results_of
 from .fragments import Fragments
 from .hlo import tensor_type
+from .lists import take_apart
 from .region import Base, Lifted, Op, Operand, Program, Result, Write
 from .tracing import Fragment
 from .views import Digit, View
@@ -90,8 +91,9 @@ class _Call:
 
 def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
     """The ops whose results or checks are needed, in order."""
-    found = fragments.find(program.ops)
-    calls = [_Call(op, fragment, arrays) for op, (fragment, arrays) in zip(program.ops, found, strict=True)]
+    ops = take_apart(program.ops, fragments.maps)
+    found = fragments.find(ops)
+    calls = [_Call(op, fragment, arrays) for op, (fragment, arrays) in zip(ops, found, strict=True)]
     needed: set[int | None] = set(program.outputs)
     live: list[_Call] = []
     for call in reversed(calls):

@@ -103,7 +103,7 @@ def _register(single, name):
     # reduce.py and special.py may lower the single op: it is looked up when the op is traced.
     infer = _refusing(name, REFUSED[single]) if single in REFUSED else None
 
-    @lowering(name, structural=STRUCTURAL.get(name, {}), lifts=True, infer=infer)
+    @lowering(name, structural=STRUCTURAL.get(name, {}), lifts=True, infer=infer, maps=True)
     def lowered(*args, ctx, **kwargs):
         return each(LOWERINGS[single], ctx, *args, **kwargs)
 
@@ -115,12 +115,14 @@ for _single, _names in EACH.items():
         _register(_single, _name)
 
 
-@lowering("_foreach_clone")
+@lowering("_foreach_clone", maps=True)
 def foreach_clone(self, *, memory_format=None):
     return list(self)
 
 
-@lowering("_foreach_norm.Scalar", structural={"ord": None}, infer=_refusing("_foreach_norm.Scalar", (int, bool)))
+@lowering(
+    "_foreach_norm.Scalar", structural={"ord": None}, infer=_refusing("_foreach_norm.Scalar", (int, bool)), maps=True
+)
 def foreach_norm(self, ord=2, dtype=None, *, ctx):
     norm = LOWERINGS["linalg_vector_norm"]
     made = []
@@ -130,6 +132,6 @@ def foreach_norm(self, ord=2, dtype=None, *, ctx):
     return made
 
 
-@lowering("_foreach_powsum.Scalar", structural={"ord": None})
+@lowering("_foreach_powsum.Scalar", structural={"ord": None}, maps=True)
 def foreach_powsum(self, ord=2, dtype=None):
     return [jnp.sum(jnp.abs(opmath(x)) ** ord) for x in self]

@@ -41,7 +41,7 @@ def _like(count):
 SGD_STRUCTURAL = {"weight_decay": (0.0,), "momentum": (0.0,), "dampening": (0.0,)}
 
 
-@lowering("_fused_sgd", "_fused_sgd.tensor_lr", structural=SGD_STRUCTURAL, lifts=True, infer=_like(3))
+@lowering("_fused_sgd", "_fused_sgd.tensor_lr", structural=SGD_STRUCTURAL, lifts=True, infer=_like(3), maps=True)
 def fused_sgd(
     self,
     grads,
@@ -115,7 +115,9 @@ def _adam(
     return _kept(found_inf, (self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs), new)
 
 
-@lowering("_fused_adam", "_fused_adam.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(5))
+@lowering(
+    "_fused_adam", "_fused_adam.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(5), maps=True
+)
 def fused_adam(
     self,
     grads,
@@ -154,7 +156,9 @@ def fused_adam(
     )
 
 
-@lowering("_fused_adamw", "_fused_adamw.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(5))
+@lowering(
+    "_fused_adamw", "_fused_adamw.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(5), maps=True
+)
 def fused_adamw(
     self,
     grads,
@@ -193,8 +197,8 @@ def fused_adamw(
     )
 
 
-@lowering("_fused_adagrad", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(4))
-@lowering("_fused_adagrad.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(3))
+@lowering("_fused_adagrad", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(4), maps=True)
+@lowering("_fused_adagrad.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(3), maps=True)
 def fused_adagrad(
     self,
     grads,

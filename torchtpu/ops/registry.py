@@ -68,6 +68,8 @@ class Lowering:
     persists: the fragments may be kept on disk: they follow from the arguments and this package's sources.
     ints: int arguments that become run-time inputs when a second value is seen; they do not decide a shape.
     multiplies: the result depends on `torch.set_float32_matmul_precision`, which the lowering finds in `ctx.precision`.
+    maps: the op goes through lists in step: element i of a result depends on element i of each list, and on what is no
+        list.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Lowering:
     persists: bool = True
     ints: tuple[str, ...] = ()
     multiplies: bool = False
+    maps: bool = False
 
     @functools.cached_property
     def takes_context(self) -> bool:
