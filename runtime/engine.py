@@ -132,7 +132,8 @@ class Engine:
         self.counters.lower_ms += (time.perf_counter() - started) * 1e3
         if "stablehlo" in self._knob("log"):
             log.write(module.text)
-        about = About(key.digest, program.line, len(program.ops), len(program.donated), _largest(program))
+        lines = tuple(dict.fromkeys(op.line for op in program.ops))
+        about = About(key.digest, program.line, lines, len(program.ops), len(program.donated), _largest(program))
         note: Note = {"line": program.line, "ops": len(program.ops)}
         flight = self.compiler.submit(module.text, key, device, note)
         if self._journal is not None:
@@ -154,7 +155,10 @@ class Engine:
         """An array with the contents of a contiguous CPU tensor, which nobody changes afterwards."""
         self.counters.uploads += 1
         self.counters.bytes_uploaded += tensor.nbytes
-        return self.client.upload(tensor, device)
+        array = self.client.upload(tensor, device)
+        for observer in self._observers:
+            observer.uploaded(array, device)
+        return array
 
     def download(self, array: Any) -> torch.Tensor:
         """A contiguous CPU tensor of the array's contents; waits for them. It may share the array's memory."""

@@ -19,7 +19,7 @@ from .host_calls import HostCall
 from .log import write
 from .lower import Module
 from .memory import show_bytes, wait_for_room
-from .observe import Launched, Observer
+from .observe import Called, Launched, Observer
 from .sequence import Sequence as Parts
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ _MAX_IN_FLIGHT = 64  # launches per device that have not run
 
 
 class About(NamedTuple):
-    """What is said of a program: its key, its line, its size, and its largest result."""
+    """What is said of a program: its key, its line, all lines of its ops, its size, and its largest result."""
 
     identity: str
     line: str
+    lines: tuple[str, ...]
     ops: int
     donated: int
     largest: str
@@ -145,7 +146,11 @@ class Executor:
             for error, _ in work.errors():
                 return work.failed(error)
             self._counters.host_calls += 1
+            started = time.perf_counter()
             outputs = work.executable.run(work)
+            for observer in self._observers:
+                op = work.executable.op
+                observer.called(Called(op.name, work.device, op.line, started, time.perf_counter()))
             doubts = unsettled(work.guards())
             work.done(outputs, [Guard(None, 0, doubts)] * len(outputs) if doubts else [])
         except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
@@ -240,7 +245,6 @@ class Executor:
             f"cut: {launch.reason} ({launch.line}) | {found} | run {run_ms:.1f} ms | "
             f"peak {show_bytes(loaded.argument_bytes + executable.needed_bytes)}"
         )
-
 
 
 def _check_arguments(client: Client, executable: Executable, arguments: list[Any]) -> None:

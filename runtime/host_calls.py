@@ -25,16 +25,16 @@ class HostCall:
     def __init__(self, client: Client, program: Program, device: int, function: HostOp) -> None:
         assert len(program.ops) == 1, f"{program.ops[-1].name} is recorded with other ops in its region"
         self._client = client
-        self._op = program.ops[0]
+        self.op = program.ops[0]
         self._device = device
         self._function = function
-        self._result = _result_of(self._op)
+        self._result = _result_of(self.op)
 
     def run(self, work: Any) -> list[Any]:
         """Runs the op now; waits for its arguments. Raises what the op raises."""
         inputs = work.inputs()
-        made = self._function(*[self._value(argument, inputs, work.ints) for argument in self._op.args])
-        assert made.shape == self._result.sizes and made.dtype == self._result.dtype, f"a wrong {self._op.name}"
+        made = self._function(*[self._value(argument, inputs, work.ints) for argument in self.op.args])
+        assert made.shape == self._result.sizes and made.dtype == self._result.dtype, f"a wrong {self.op.name}"
         return [self._client.upload(made.reshape(self._result.base.shape), self._device)]
 
     def _value(self, argument: Any, inputs: list[Any], ints: torch.Tensor | None) -> Any:

@@ -29,6 +29,17 @@ class Launched:
     token: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Called:
+    """One op that ran on the host, with the line that recorded it; times as in `Launched`."""
+
+    op: str
+    device: int
+    line: str
+    started: float
+    ended: float
+
+
 class Observer(Protocol):
     """Told from any thread; what it raises is the user's to see."""
 
@@ -37,6 +48,12 @@ class Observer(Protocol):
 
     def launched(self, launch: Launched) -> None:
         """A program was handed to the device."""
+
+    def called(self, call: Called) -> None:
+        """A collective, or another op that runs on the host in its turn, has run."""
+
+    def uploaded(self, array: Any, device: int) -> None:
+        """A host tensor was copied to the device."""
 
     def was_read(self, line: str, started: float, seconds: float, nbytes: int) -> None:
         """A thread waited for a value (or, with 0 bytes, for everything)."""

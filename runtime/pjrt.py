@@ -66,11 +66,14 @@ class Client:
         stats = self.devices[device].memory_stats() or {}
         return int(stats.get("bytes_limit", 0))
 
-    def live_bytes(self, device: int) -> int:
-        """The bytes of the arrays on a device, pending ones included (about half a microsecond per array)."""
+    def live_arrays(self, device: int) -> list[Any]:
+        """The arrays on a device, pending ones included (about half a microsecond per array)."""
         home = self.devices[device]
-        arrays = (a for a in self._client.live_arrays() if not a.is_deleted() and a.device == home)
-        return sum(a.nbytes for a in arrays)
+        return [a for a in self._client.live_arrays() if not a.is_deleted() and a.device == home]
+
+    def live_bytes(self, device: int) -> int:
+        """The bytes of these."""
+        return sum(a.nbytes for a in self.live_arrays(device))
 
     def device_name(self, device: int) -> str:
         """What the platform calls the device."""

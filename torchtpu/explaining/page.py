@@ -125,7 +125,7 @@ def render(data: dict[str, Any]) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>torchtpu explain</title><style>{_STYLE}</style></head><body>
 <h1>torchtpu explain</h1><p id="summary"></p>
-<h2>Timeline <small id="range"></small></h2><svg id="timeline" width="100%" height="160"></svg>
+<h2>Timeline <small id="range"></small></h2><svg id="timeline" width="100%" height="190"></svg>
 <h2>Region map</h2><div id="map"></div>
 {tables}
 <script type="application/json" id="data">{embedded}</script>

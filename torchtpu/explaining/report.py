@@ -23,7 +23,7 @@ _FALLBACK_ADVICE = "The op has no lowering: it waits for the device and copies t
 def build(listener: Listener) -> dict[str, Any]:
     """The report. Times are milliseconds since the block began; sizes are bytes."""
     start = listener.started
-    spans = _device_spans(listener.runs)
+    spans = device_spans(listener.runs)
     timeline = _timeline(listener, spans)
     recompilations = _recompilations(listener.builds, start)
     return {
@@ -44,7 +44,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def _device_spans(runs: Sequence[Run]) -> list[tuple[float, float]]:
+def device_spans(runs: Sequence[Run]) -> list[tuple[float, float]]:
     """When the device worked on each launch: it begins one when the one before is done."""
     last: dict[int, float] = defaultdict(float)
     spans = []
@@ -83,6 +83,7 @@ def _timeline(listener: Listener, spans: list[tuple[float, float]]) -> dict[str,
             bar(*span, f"{run.launch.about.ops} ops from {_where(run.launch.about.line)}")
             for run, span in zip(listener.runs, spans, strict=True)
         ],
+        "collective": [bar(c.started, c.ended, f"{c.op} {_where(c.line)}") for c in listener.calls],
         "wait": [bar(r.started, r.started + r.seconds, _where(r.line)) for r in listener.reads],
     }
     return {name: rows[:_MAX_BARS] for name, rows in bars.items()}

@@ -24,7 +24,7 @@ import torch
 from torchtpu import config, startup
 from torchtpu.explaining import page, report
 from torchtpu.explaining.differences import makers
-from torchtpu.runtime.observe import Launched
+from torchtpu.runtime.observe import Called, Launched
 
 
 @dataclass
@@ -86,6 +86,7 @@ class Listener:
         self.finished = 0.0
         self.builds: list[Build] = []
         self.runs: list[Run] = []
+        self.calls: list[Called] = []
         self.reads: list[Read] = []
         self.fallbacks: list[Fallback] = []
         self.holders: list[Holder] = []
@@ -109,6 +110,12 @@ class Listener:
         self.runs.append(run)
         self._note_holders(self._outputs.get(launch.about.identity, []), launch.outputs)
         self._waiting.put(run)
+
+    def called(self, call: Called) -> None:
+        self.calls.append(call)
+
+    def uploaded(self, array: Any, device: int) -> None:
+        self.holders.append(Holder(weakref.ref(array), array.nbytes, "upload", ""))
 
     def was_read(self, line: str, started: float, seconds: float, nbytes: int) -> None:
         self.reads.append(Read(line, started, seconds, nbytes))
