@@ -1,0 +1,185 @@
+"""What repeats in a region is one program: in come recorded programs, out come their parts and what these compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from record_support import Record
+from test_engine import TABLE, Plan, Work, make_engine
+
+import torchtpu
+from torchtpu.runtime import clusters
+from torchtpu.runtime.clusters import COSTS, find_clusters
+from torchtpu.runtime.engine import Engine
+from torchtpu.runtime.parts import Part
+from torchtpu.runtime.region import Program
+from torchtpu.runtime.repeats import Run, find_runs
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    in_step = dataclasses.replace(TABLE["_foreach_add.List"], maps=True)
+    engine = make_engine(lowerings={**TABLE, "_foreach_add.List": in_step})
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def cheap_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small programs repeat themselves too."""
+    small = COSTS["cpu"]._replace(least_lines=1, least_saving_ms=0.0)
+    monkeypatch.setattr(clusters, "COSTS", {"cpu": small})
+    monkeypatch.setattr(clusters, "_SHORTEST", 4)
+
+
+def layers(record: Record, count: int) -> torch.Tensor:
+    x = record.input(torch.randn(4, 8))
+    for _ in range(count):
+        w, b = record.input(torch.randn(8, 8)), record.input(torch.randn(8))
+        x = torch.relu(torch.mm(x, w) + b) * 0.5
+    return x
+
+
+def programs(parts: list[Part]) -> list[int]:
+    """For each part the number of its program, in the order of their first launch."""
+    known: dict[int, int] = {}
+    return [known.setdefault(id(part.program), len(known)) for part in parts]
+
+
+def run(engine: Engine, program: Program, record: Record) -> list[torch.Tensor]:
+    plan = Plan(program)
+    engine.plan(plan)
+    inputs = [engine.upload(tensor.clone(), 0) for tensor in record.inputs]
+    work: Any = Work(plan.wait(), inputs)
+    engine.launch(work)
+    assert work.error is None, work.error
+    return [engine.download(array) for array in work.outputs]
+
+
+@pytest.mark.parametrize(
+    ("letters", "shortest", "runs"),
+    [
+        ("xabcabcabcaby", 3, [Run(1, 11, 3)]),
+        ("aaaaaaaa", 2, [Run(0, 8, 1)]),
+        ("abababcdcdcd", 4, [Run(0, 6, 2), Run(6, 6, 2)]),
+        ("abcdefgh", 1, []),
+        ("ababxababx", 4, [Run(0, 10, 5)]),
+        ("abab", 3, []),
+        ("", 1, []),
+    ],
+)
+def test_runs_are_what_repeats_itself(letters: str, shortest: int, runs: list[Run]) -> None:
+    assert find_runs([ord(letter) for letter in letters], shortest) == runs
+
+
+def test_runs_do_not_overlap_and_do_repeat() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        sequence = random.integers(0, 3, random.integers(1, 60)).tolist()
+        end = 0
+        for start, length, period in find_runs(sequence, 3):
+            assert start >= end and length >= 2 * period
+            assert sequence[start + period : start + length] == sequence[start : start + length - period]
+            end = start + length
+        assert end <= len(sequence)
+
+
+def test_layers_are_one_program(engine: Engine) -> None:
+    with Record() as record:
+        y = layers(record, 6)
+    parts = find_clusters(record.program(y), engine.fragments)
+    assert programs(parts) == [0] * 6
+    assert len(parts[0].program.ops) == 4
+
+
+def test_layers_compute_what_the_whole_computes(engine: Engine) -> None:
+    with Record() as record:
+        y = layers(record, 6)
+    (made,) = run(engine, record.program(y), record)
+    torch.testing.assert_close(made, *record.expected(y))
+    assert engine.counters.programs_compiled == 1
+    assert engine.counters.launches == 6
+
+
+def test_what_only_one_layer_puts_out_is_no_other_program(engine: Engine) -> None:
+    with Record() as record:
+        x = layers(record, 3)
+        y = layers(record, 3)
+    program = record.program(x, y)
+    assert len(set(programs(find_clusters(program, engine.fragments)))) == 1
+    for made, expected in zip(run(engine, program, record), record.expected(x, y), strict=True):
+        torch.testing.assert_close(made, expected)
+
+
+def test_steps_that_read_at_other_places_are_one_program(engine: Engine) -> None:
+    with Record() as record:
+        x, w = record.input(torch.randn(4, 6, 8)), record.input(torch.randn(8, 8))
+        h = record.input(torch.zeros(4, 8))
+        for step in range(6):
+            h = torch.relu(torch.mm(h, w) + x[:, step]) * 0.5
+    program = record.program(h)
+    parts = find_clusters(program, engine.fragments)
+    assert programs(parts) == [0] * 6
+    assert [part.offsets for part in parts] == [(8 * step,) for step in range(6)]
+    (made,) = run(engine, program, record)
+    torch.testing.assert_close(made, *record.expected(h))
+
+
+def test_a_part_takes_the_memory_of_nothing_that_is_read_later(engine: Engine) -> None:
+    with Record() as record:
+        y = layers(record, 4)
+        z = y + record._kept[0]
+    program = record.program(z, donated=tuple(range(len(record.inputs))))
+    for part in find_clusters(program, engine.fragments):
+        later = [value for value in part.inputs if value == ~0]
+        assert not later or part.inputs.index(~0) not in part.program.donated or part.outputs == program.outputs
+    (made,) = run(engine, program, record)
+    torch.testing.assert_close(made, *record.expected(z))
+
+
+def test_long_chains_of_elementwise_ops_stay_whole(engine: Engine) -> None:
+    with Record() as record:
+        x = record.input(torch.randn(4096))
+        for _ in range(40):
+            x = torch.relu(x) * 0.5
+    assert find_clusters(record.program(x), engine.fragments) == []
+
+
+def test_lists_are_taken_apart_where_their_elements_are_apart(engine: Engine) -> None:
+    with Record() as record:
+        tensors = [record.input(torch.randn(n)) for n in (4, 8, 4, 8, 4, 8)]
+        made = torch._foreach_add(torch._foreach_add(tensors, tensors), tensors)
+        crossed = torch._foreach_add(made, [*made[2:], *made[:2]])
+    program = record.program(*made, *crossed)
+    for array, expected in zip(run(engine, program, record), record.expected(*made, *crossed), strict=True):
+        torch.testing.assert_close(array, expected)
+    assert engine.counters.fragment_traces == 2
+
+
+def test_a_network_trains_in_clusters_as_on_the_cpu() -> None:
+    def train(device: str) -> list[float]:
+        torch.manual_seed(0)
+        block = [torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU()]
+        model = torch.nn.Sequential(*[m for _ in range(4) for m in (torch.nn.Linear(8, 8), *block[1:])]).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        x = torch.ones(4, 8, device=device)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torchtpu.metrics.reset()
+    trained = train("tpu")
+    counts = torchtpu.metrics.snapshot()
+    assert trained == pytest.approx(train("cpu"), rel=1e-4)
+    assert counts["launches"] > 3 * counts["regions_planned"]
+    assert counts["programs_compiled"] < counts["launches"] / 2
