@@ -1,0 +1,157 @@
+"""Parts: in comes a program, out go smaller programs that, run in order, compute the same.
+
+A part's text does not know where in the whole it stood: values and run-time numbers are counted anew in each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .calls import results_of
+from .region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A program, and which of the whole's values and run-time numbers its own stand for."""
+
+    program: Program
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    floats: tuple[int, ...]
+    ints: tuple[int, ...]
+
+
+def split(program: Program, ends: Sequence[int]) -> list[Part]:
+    """The parts that end before these ops, ascending places, and the rest.
+
+    A part makes what later parts read and what the program puts out, and takes the memory of what it reads last.
+    """
+    bounds = [0, *ends, len(program.ops)]
+    groups = [program.ops[begin:end] for begin, end in itertools.pairwise(bounds)]
+    last: dict[int, int] = {}  # the part that reads a value last
+    for number, ops in enumerate(groups):
+        for op in ops:
+            last.update((o.value, number) for o in operands(op) if o.value is not None)
+    bases = bases_of(program)
+    kept = set(program.outputs)
+
+    def is_free(value: int) -> bool:
+        return ~value in program.donated if value < 0 else value not in kept
+
+    parts = []
+    for number, ops in enumerate(groups):
+        numbers = _Numbers()
+        rewritten = tuple(rewrite(op, numbers.read, numbers.make, numbers.lift) for op in ops)
+        outputs = tuple(v for v in numbers.made if v in kept or last.get(v, -1) > number)
+        part = Program(
+            ops=rewritten,
+            inputs=tuple(bases[v] for v in numbers.inputs),
+            outputs=tuple(numbers.made[v] for v in outputs),
+            donated=tuple(i for i, v in enumerate(numbers.inputs) if last[v] == number and is_free(v)),
+            floats=len(numbers.lifted["f"]),
+            ints=len(numbers.lifted["i"]),
+            line=program.line,
+        )
+        parts.append(Part(part, tuple(numbers.inputs), outputs, *(tuple(n) for n in numbers.lifted.values())))
+    return parts
+
+
+def bases_of(program: Program) -> dict[int, Base]:
+    """The array that holds each value."""
+    bases = {~i: base for i, base in enumerate(program.inputs)}
+    bases.update((made.value, made.base) for op in program.ops for made in results_of(op))
+    return bases
+
+
+def size_of(base: Base) -> int:
+    """The bytes of an array."""
+    return math.prod(base.shape) * base.dtype.itemsize
+
+
+def operands(op: Op) -> Iterator[Operand]:
+    """The tensors among an op's arguments."""
+    for argument in op.args:
+        for item in argument if isinstance(argument, (tuple, list)) else (argument,):
+            if isinstance(item, Operand):
+                yield item
+
+
+def written(op: Op, write: Write) -> Operand:
+    """The argument that a write goes into."""
+    argument = op.args[write.arg]
+    if write.element is not None:
+        argument = argument[write.element]
+    assert isinstance(argument, Operand)
+    return argument
+
+
+def rewrite(
+    op: Op,
+    read: Callable[[int], int | None],
+    make: Callable[[int], int],
+    lift: Callable[[Lifted], Lifted] = lambda lifted: lifted,
+) -> Op:
+    """The op with other numbers: for the values it reads, for those it makes, and for its run-time numbers."""
+
+    def offset(given: int | Lifted) -> int | Lifted:
+        return lift(given) if isinstance(given, Lifted) else given
+
+    def argument(given: Any) -> Any:
+        match given:
+            case Operand():
+                value = None if given.value is None else read(given.value)
+                return replace(given, value=value, offset=offset(given.offset))
+            case Lifted():
+                return lift(given)
+            case Scalar(value=Lifted()):
+                return replace(given, value=lift(given.value))
+            case Random():
+                return Random(lift(given.seed), lift(given.offset))
+            case tuple() | list():
+                return type(given)(map(argument, given))
+            case _:
+                return given
+
+    def result(given: Result | tuple[Result | None, ...] | None) -> Any:
+        if isinstance(given, tuple):
+            return tuple(map(result, given))
+        return given and replace(given, value=make(given.value))
+
+    args = tuple(map(argument, op.args))
+    results = tuple(map(result, op.results))
+    writes = tuple(replace(w, value=make(w.value), offset=offset(w.offset)) for w in op.writes)
+    return replace(op, args=args, results=results, writes=writes)
+
+
+class _Numbers:
+    """Counts the values and run-time numbers of a part as they appear in it."""
+
+    def __init__(self) -> None:
+        self.inputs: list[int] = []
+        self.made: dict[int, int] = {}
+        self.lifted: dict[str, list[int]] = {"f": [], "i": []}
+        self._known: dict[int | Lifted, Any] = {}
+
+    def read(self, value: int) -> int:
+        number = self.made.get(value, self._known.get(value))
+        if number is None:
+            number = self._known[value] = ~len(self.inputs)
+            self.inputs.append(value)
+        return number
+
+    def make(self, value: int) -> int:
+        number = self.made[value] = len(self.made)
+        return number
+
+    def lift(self, lifted: Lifted) -> Lifted:
+        if lifted not in self._known:
+            places = self.lifted[lifted.kind]
+            self._known[lifted] = Lifted(lifted.kind, len(places))
+            places.append(lifted.index)
+        found: Lifted = self._known[lifted]
+        return found
