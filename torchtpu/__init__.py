@@ -16,6 +16,7 @@ if failure() is None:
     from torchtpu import config, kernels, metrics
     from torchtpu.debugging import compare, debug_nans
     from torchtpu.explaining import explain
+    from torchtpu.profiler import xprof
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "compare", "config", "debug_nans", "explain", "kernels", "metrics"]
+__all__ = ["__version__", "compare", "config", "debug_nans", "explain", "kernels", "metrics", "xprof"]

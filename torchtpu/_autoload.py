@@ -55,6 +55,8 @@ def _register() -> None:
         formatting,
         interop,
         memory,
+        nvtx,
+        profiler,
         rng,
         serialization,
         startup,
@@ -63,10 +65,10 @@ def _register() -> None:
 
     register_module: Any = torch._register_device_module
     register_module("tpu", device)
-    for name, module in (("amp", amp), ("memory", memory), ("random", rng), ("streams", streams)):
+    for name, module in (("amp", amp), ("memory", memory), ("nvtx", nvtx), ("random", rng), ("streams", streams)):
         sys.modules[f"torch.tpu.{name}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (formatting, interop, memory, serialization, dynamo, artifacts):
+    for part in (formatting, interop, memory, serialization, dynamo, artifacts, profiler):
         part.install()
     startup.start()
     config.warn_unknown()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtpu import amp, memory, startup  # noqa: F401
+from torchtpu import amp, memory, nvtx, startup  # noqa: F401
 from torchtpu import rng as random  # noqa: F401
 from torchtpu.fallback import cpu_fallback_counts  # noqa: F401
 from torchtpu.memory import *  # noqa: F403

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchtpu import config, startup
+from torchtpu.memory_history import _dump_snapshot, _record_memory_history, _snapshot  # noqa: F401
 from torchtpu.rng import device_index
 from torchtpu.runtime import _C
 
