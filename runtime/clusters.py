@@ -27,6 +27,8 @@ _STORED = re.compile(
     r"|fft|cholesky|triangular_solve|rng_bit_generator)\b"
 )
 _SHORTEST = 8  # ops that a run repeats at least
+_HOT = 100  # launches after which a region is worth compiling whole, at least
+_MS_A_LAUNCH = 10.0  # milliseconds of compiling that each launch so far is worth
 
 
 class Costs(NamedTuple):
@@ -53,14 +55,22 @@ COSTS: Mapping[str, Costs] = {
 }
 
 
-def find_clusters(program: Program, fragments: Fragments) -> list[Part]:
-    """The parts of a program, of which equal ones have equal programs; none where it is better compiled whole."""
+class Clusters(NamedTuple):
+    """A program's parts, of which equal ones have one program; after `hot` launches the whole is worth compiling."""
+
+    parts: list[Part]
+    hot: int
+
+
+def find_clusters(program: Program, fragments: Fragments) -> Clusters | None:
+    """The clusters of a program; None where it is better compiled whole."""
     costs = COSTS.get(fragments.platform)
     if costs is None:
-        return []
+        return None
     ops, found = _needed(program, fragments)
     finder = _Finder(replace(program, ops=tuple(ops)), found)
-    return finder.parts(costs)
+    parts = finder.parts(costs)
+    return Clusters(parts, max(_HOT, round(finder.compile_ms(costs) / _MS_A_LAUNCH))) if parts else None
 
 
 def _needed(program: Program, fragments: Fragments) -> tuple[list[Op], list[Fragment]]:
@@ -111,6 +121,10 @@ class _Finder:
         known: dict[object, int] = {}
         pairs = zip(program.ops, fragments, strict=True)
         self._kinds = [known.setdefault((f.symbol, _geometry(op)), len(known)) for op, f in pairs]
+
+    def compile_ms(self, costs: Costs) -> float:
+        """The estimated time that the whole program compiles."""
+        return costs.compile_ms(sum(self._lines))
 
     def parts(self, costs: Costs) -> list[Part]:
         """The program's parts."""

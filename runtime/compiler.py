@@ -5,11 +5,9 @@ Worker threads compile; XLA releases the GIL meanwhile. A text is compiled once,
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -48,17 +46,18 @@ class Compiler:
         self._capacity = capacity
         self._condition = threading.Condition()  # guards what follows
         self._flights: OrderedDict[tuple[str, int], Future[Loaded]] = OrderedDict()
-        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
-        self._number = itertools.count()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._later: deque[Callable[[], None]] = deque()  # jobs for when nothing else is to be done
         self._is_closed = False
         self._idle = 0
         self._max_threads = max(1, threads)
         self._threads: list[threading.Thread] = []
+        self._late_thread: threading.Thread | None = None
 
     def submit(
         self, text: str, key: Key, device: int, note: Note | None = None, *, is_needed_now: bool = True
     ) -> Future[Loaded]:
-        """The executable of `text` on `device`, now or later; what is needed now is compiled first.
+        """The executable of `text` on `device`; what is not needed now is compiled when nothing else is.
 
         A build that failed is forgotten: who asks again builds again. `note` is kept beside what is stored.
         """
@@ -73,12 +72,15 @@ class Compiler:
                 raise RuntimeError("the compiler is shut down")
             flight = self._flights[flight_key] = Future()
             job = lambda: self._build(flight, text, key, device, note)
-            heapq.heappush(self._jobs, (0 if is_needed_now else 1, next(self._number), job))
-            if self._idle == 0 and len(self._threads) < self._max_threads:
-                thread = threading.Thread(target=self._work, name=f"torchtpu-compile-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._condition.notify()
+            if not is_needed_now:
+                self._later.append(job)
+                if self._late_thread is None:
+                    self._late_thread = self._start(self._work_later, "torchtpu-compile-later")
+            else:
+                self._jobs.append(job)
+                if self._idle == 0 and len(self._threads) < self._max_threads:
+                    self._threads.append(self._start(self._work, f"torchtpu-compile-{len(self._threads)}"))
+            self._condition.notify_all()
         return flight
 
     def digests(self) -> list[str]:
@@ -91,8 +93,9 @@ class Compiler:
         with self._condition:
             self._is_closed = True
             self._jobs.clear()
+            self._later.clear()
             self._condition.notify_all()
-            threads = list(self._threads)
+            threads = [*self._threads, *([self._late_thread] if self._late_thread else [])]
         deadline = time.monotonic() + _JOIN_SECONDS
         for thread in threads:
             if thread is not threading.current_thread():
@@ -103,16 +106,32 @@ class Compiler:
         for flight in flights:
             flight.cancel()
 
+    def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        thread.start()
+        return thread
+
     def _work(self) -> None:
         while True:
             with self._condition:
                 self._idle += 1
+                self._condition.notify_all()
                 while not self._jobs and not self._is_closed:
                     self._condition.wait()
                 self._idle -= 1
                 if self._is_closed:
                     return
-                _, _, job = heapq.heappop(self._jobs)
+                job = self._jobs.popleft()
+            job()
+
+    def _work_later(self) -> None:
+        while True:
+            with self._condition:
+                while not self._is_closed and (self._jobs or self._idle < len(self._threads) or not self._later):
+                    self._condition.wait()
+                if self._is_closed:
+                    return
+                job = self._later.popleft()
             job()
 
     def _build(self, flight: Future[Loaded], text: str, key: Key, device: int, note: Note | None) -> None:

@@ -14,6 +14,9 @@ class Counters:
     """Totals since the process started, or since `reset`."""
 
     regions_planned: int = 0
+    regions_clustered: int = 0
+    regions_climbing: int = 0
+    regions_fused: int = 0
     programs_compiled: int = 0
     compile_ms: float = 0.0
     load_ms: float = 0.0

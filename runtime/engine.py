@@ -26,6 +26,7 @@ from .executor import About, Executable, Executor
 from .fragments import Fragments
 from .guards import Guard, recorded_at
 from .host_calls import HostCall, HostOp
+from .ladder import Ladder
 from .lower import Module, lower
 from .manifest import Journal, Outcome
 from .memory import show_bytes
@@ -98,9 +99,11 @@ class Engine:
             if program.ops[-1].name in self._host_ops:
                 plan.ready(HostCall(self.client, program, device, self._host_ops[program.ops[-1].name]))
                 return
-            parts = find_clusters(program, self.fragments)
-            programs = {id(part.program): part.program for part in parts} or {id(program): program}
-            builds = {number: self._submit(p, device, is_flat=False) for number, p in programs.items()}
+            clusters = find_clusters(program, self.fragments)
+            programs = [part.program for part in clusters.parts] if clusters else [program]
+            builds = {
+                number: self._submit(p, device, is_flat=False) for number, p in {id(p): p for p in programs}.items()
+            }
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             if self._journal is not None:
                 identity = self._journal.program(program)
@@ -108,6 +111,7 @@ class Engine:
             plan.failed(_unlowered(error, plan.line, plan.run))
             return
         self.counters.regions_planned += 1
+        self.counters.regions_clustered += bool(clusters)
 
         def tell() -> None:
             made: dict[int, Executable] = {}
@@ -117,15 +121,42 @@ class Engine:
                 except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
                     plan.failed(_explained(error, build.about, plan.run))
                     return
-            if parts:
-                executables = [made[id(part.program)] for part in parts]
-                plan.ready(Parts(program, parts, executables.__getitem__))
+            if clusters:
+                executables = [made[id(p)] for p in programs]
+                parts = Parts(program, clusters.parts, executables.__getitem__)
+                plan.ready(self._ladder(parts, program, device, clusters.hot))
             else:
                 plan.ready(made[id(program)])
 
         _when_all([build.flight for build in builds.values()], tell)
 
-    def _submit(self, program: Program, device: int, *, is_flat: bool) -> _Build:
+    def _ladder(self, parts: Parts, program: Program, device: int, hot: int) -> Ladder:
+        """The region's forms: its clusters, and the whole program once it is hot."""
+
+        def climb() -> Future[Executable]:
+            self.counters.regions_climbing += 1
+            whole: Future[Executable] = Future()
+            build = self._submit(program, device, is_flat=False, is_needed_now=False)
+
+            def tell(_: Future[Loaded]) -> None:
+                try:
+                    whole.set_result(self._executable(build, device))
+                except BaseException as error:  # noqa: BLE001 -- the clusters serve as well
+                    whole.set_exception(error)
+
+            build.flight.add_done_callback(tell)
+            return whole
+
+        def chosen(is_whole: bool, seconds: tuple[float, float]) -> None:
+            self.counters.regions_fused += is_whole
+            if "cluster" in self._knob("log"):
+                whole, clusters = (f"{s * 1e3:.2f} ms" for s in seconds)
+                kept = "whole" if is_whole else f"in {len(parts.parts)} parts"
+                log.write(f"tpu:{device} region at {program.line} stays {kept}: whole {whole}, in parts {clusters}")
+
+        return Ladder(parts, climb, hot, torch.are_deterministic_algorithms_enabled, chosen)
+
+    def _submit(self, program: Program, device: int, *, is_flat: bool, is_needed_now: bool = True) -> _Build:
         started = time.perf_counter()
         module = lower(program, self.fragments, is_flat=is_flat)
         key = key_of(module.text, self.client, device)
@@ -135,7 +166,7 @@ class Engine:
         lines = tuple(dict.fromkeys(op.line for op in program.ops))
         about = About(key.digest, program.line, lines, len(program.ops), len(program.donated), _largest(program))
         note: Note = {"line": program.line, "ops": len(program.ops)}
-        flight = self.compiler.submit(module.text, key, device, note)
+        flight = self.compiler.submit(module.text, key, device, note, is_needed_now=is_needed_now)
         if self._journal is not None:
             _keep_journal(self._journal, program, is_flat, key.digest, flight)
         for observer in self._observers:

@@ -16,6 +16,7 @@ from .compiler import Loaded
 from .counters import Counters
 from .guards import Guard, Outcome, recorded_at, unsettled
 from .host_calls import HostCall
+from .ladder import Ladder
 from .log import write
 from .lower import Module
 from .memory import show_bytes, wait_for_room
@@ -122,13 +123,15 @@ class Executor:
         self._in_flight: list[deque[Any]] = [deque() for _ in client.devices]
         self._outcomes: list[list[Outcome]] = [[] for _ in client.devices]
 
-    def launch(self, work: Any) -> None:
-        """Enqueues the work's program; tells the work what came of it and never raises."""
-        executable = work.executable
+    def launch(self, work: Any, executable: Any = None) -> None:
+        """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
+        executable = executable or work.executable
         if isinstance(executable, HostCall):
             return self._call(work)
         if isinstance(executable, Parts):
             return executable.run(work, self.launch)
+        if isinstance(executable, Ladder):
+            return executable.run(work, self.launch, self._settle)
         try:
             if executable.offsets:
                 executable = executable.at(work.ints.tolist())
@@ -221,6 +224,12 @@ class Executor:
         outcomes, self._outcomes[device] = self._outcomes[device], []
         for outcome in outcomes:
             outcome.raise_unread()
+
+    def _settle(self, device: int) -> None:
+        """Waits until a device has nothing to do."""
+        for token in list(self._in_flight[device]):
+            with contextlib.suppress(RuntimeError):  # who reads the launch's outputs raises it
+                self._client.wait_for_launch(token)
 
     def _track(self, device: int, token: Any) -> None:
         in_flight = self._in_flight[device]

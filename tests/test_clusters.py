@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,12 @@ def layers(record: Record, count: int) -> torch.Tensor:
         w, b = record.input(torch.randn(8, 8)), record.input(torch.randn(8))
         x = torch.relu(torch.mm(x, w) + b) * 0.5
     return x
+
+
+def parts_of(engine: Engine, program: Program) -> list[Part]:
+    found = find_clusters(program, engine.fragments)
+    assert found is not None
+    return found.parts
 
 
 def programs(parts: list[Part]) -> list[int]:
@@ -92,7 +99,7 @@ def test_runs_do_not_overlap_and_do_repeat() -> None:
 def test_layers_are_one_program(engine: Engine) -> None:
     with Record() as record:
         y = layers(record, 6)
-    parts = find_clusters(record.program(y), engine.fragments)
+    parts = parts_of(engine, record.program(y))
     assert programs(parts) == [0] * 6
     assert len(parts[0].program.ops) == 4
 
@@ -111,7 +118,7 @@ def test_what_only_one_layer_puts_out_is_no_other_program(engine: Engine) -> Non
         x = layers(record, 3)
         y = layers(record, 3)
     program = record.program(x, y)
-    assert len(set(programs(find_clusters(program, engine.fragments)))) == 1
+    assert len(set(programs(parts_of(engine, program)))) == 1
     for made, expected in zip(run(engine, program, record), record.expected(x, y), strict=True):
         torch.testing.assert_close(made, expected)
 
@@ -123,7 +130,7 @@ def test_steps_that_read_at_other_places_are_one_program(engine: Engine) -> None
         for step in range(6):
             h = torch.relu(torch.mm(h, w) + x[:, step]) * 0.5
     program = record.program(h)
-    parts = find_clusters(program, engine.fragments)
+    parts = parts_of(engine, program)
     assert programs(parts) == [0] * 6
     assert [part.offsets for part in parts] == [(8 * step,) for step in range(6)]
     (made,) = run(engine, program, record)
@@ -135,7 +142,7 @@ def test_a_part_takes_the_memory_of_nothing_that_is_read_later(engine: Engine) -
         y = layers(record, 4)
         z = y + record._kept[0]
     program = record.program(z, donated=tuple(range(len(record.inputs))))
-    for part in find_clusters(program, engine.fragments):
+    for part in parts_of(engine, program):
         later = [value for value in part.inputs if value == ~0]
         assert not later or part.inputs.index(~0) not in part.program.donated or part.outputs == program.outputs
     (made,) = run(engine, program, record)
@@ -147,7 +154,7 @@ def test_long_chains_of_elementwise_ops_stay_whole(engine: Engine) -> None:
         x = record.input(torch.randn(4096))
         for _ in range(40):
             x = torch.relu(x) * 0.5
-    assert find_clusters(record.program(x), engine.fragments) == []
+    assert find_clusters(record.program(x), engine.fragments) is None
 
 
 def test_lists_are_taken_apart_where_their_elements_are_apart(engine: Engine) -> None:
@@ -159,6 +166,62 @@ def test_lists_are_taken_apart_where_their_elements_are_apart(engine: Engine) ->
     for array, expected in zip(run(engine, program, record), record.expected(*made, *crossed), strict=True):
         torch.testing.assert_close(array, expected)
     assert engine.counters.fragment_traces == 2
+
+
+def hot_engine(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> tuple[Engine, Program, Record]:
+    monkeypatch.setattr(clusters, "_HOT", 3)
+    monkeypatch.setattr(clusters, "_MS_A_LAUNCH", 1e9)
+    monkeypatch.setattr("torchtpu.runtime.log.write", logged.append)
+    engine = make_engine(knobs={"log": ("cluster",)})
+    with Record() as record:
+        y = layers(record, 6)
+    return engine, record.program(y), record
+
+
+def launches(engine: Engine, plan: Plan, record: Record, count: int) -> list[int]:
+    """The launches of programs that each work took; what it computes is right."""
+    made = []
+    for _ in range(count):
+        before = engine.counters.launches
+        work: Any = Work(plan.executable, [engine.upload(tensor.clone(), 0) for tensor in record.inputs])
+        engine.launch(work)
+        assert work.error is None, work.error
+        made.append(engine.counters.launches - before)
+    return made
+
+
+def test_a_hot_region_climbs_to_the_form_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    engine, program, record = hot_engine(monkeypatch, logged)
+    plan = Plan(program)
+    engine.plan(plan)
+    plan.wait()
+    assert launches(engine, plan, record, 3) == [6, 6, 6]
+    assert engine.counters.programs_compiled == 1
+    assert launches(engine, plan, record, 1) == [6]
+    assert engine.counters.regions_climbing == 1
+    while engine.counters.programs_compiled < 2 or any(f.running() for f in engine.compiler._flights.values()):
+        time.sleep(0.01)
+    assert sorted(launches(engine, plan, record, 8)) == [1] * 4 + [6] * 4
+    (line,) = [line for line in logged if "stays" in line]
+    stays = 1 if "stays whole" in line else 6
+    assert launches(engine, plan, record, 3) == [stays] * 3
+    assert engine.counters.regions_fused == (stays == 1)
+    engine.close()
+
+
+def test_a_region_stays_as_it_is_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, program, record = hot_engine(monkeypatch, [])
+    plan = Plan(program)
+    engine.plan(plan)
+    plan.wait()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert launches(engine, plan, record, 10) == [6] * 10
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert engine.counters.programs_compiled == 1
+    engine.close()
 
 
 def test_a_network_trains_in_clusters_as_on_the_cpu() -> None:
