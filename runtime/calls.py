@@ -115,14 +115,15 @@ def full_name(op_name: str) -> str:
 
 
 def results_of(op: Op) -> list[Result | Write]:
-    """Every array the op makes, in the order a lowering returns them: new tensors, then written arguments."""
+    """Every array the op makes, in the order a lowering returns them: new tensors or out= arguments, then others."""
     made: list[Result | Write] = []
     for result in op.results:
         if type(result) is Result:
             made.append(result)
         elif type(result) is tuple:
             made += [r for r in result if r is not None]
-    made += op.writes
+    arguments = schema_of(op.name).arguments if len(op.writes) > 1 else ()
+    made += sorted(op.writes, key=lambda write: not arguments[write.arg].is_out) if arguments else op.writes
     return made
 
 

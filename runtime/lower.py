@@ -73,7 +73,7 @@ class _Call:
         self.fragment = fragment
         self.parameters = parameters
         self.made = results_of(op)
-        self.under: list[int | None] = [None] * (len(self.made) - len(op.writes))
+        before: dict[int, int | None] = {}
         newest: dict[int | None, int] = {}  # values that this op has already written to
         for write in op.writes:
             old = _written(op, write).value
@@ -81,7 +81,8 @@ class _Call:
                 old = newest[old]
             if old is not None:
                 newest[old] = write.value
-            self.under.append(old)
+            before[write.value] = old
+        self.under = [before.get(target.value) for target in self.made]
 
     def kept(self) -> Iterator[int | None]:
         """For each array it makes: the value of which a part stays, or None."""

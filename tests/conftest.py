@@ -63,10 +63,11 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             torch.tpu.synchronize()
         return
     torch.tpu.synchronize()  # raises an error that the test did not read
-    if left_alive() != before:
+    if any(left_alive()[name] > before[name] for name in before):
         gc.collect()
         torch.tpu.synchronize()
-    assert left_alive() == before, "buffers or pending values outlive the test"
+    grown = {name: count - before[name] for name, count in left_alive().items() if count > before[name]}
+    assert not grown, "buffers or pending values outlive the test"  # fewer: a cycle of an earlier test went
     for thread in user_threads() - threads:
         thread.join(timeout=5)
     assert user_threads() <= threads, "a thread outlives the test"

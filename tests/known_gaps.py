@@ -30,7 +30,6 @@ _BY_NAME: tuple[tuple[str, str, Gap], ...] = (
     ("to_sparse", ALL, SPARSE),
     ("chalf", ALL, NO_COMPLEX32),
     ("complex", "float16", NO_COMPLEX32),
-    ("nonzero_static", ALL, Gap("the strides of the CPU's result depend on the data")),
     ("native_batch_norm", "float32", STATISTICS),
     ("native_batch_norm", HALF, WIDE_STATISTICS),
     ("_native_batch_norm_legit", "float32", STATISTICS),
@@ -38,7 +37,6 @@ _BY_NAME: tuple[tuple[str, str, Gap], ...] = (
     ("_batch_norm_with_update", HALF, WIDE_STATISTICS),
     ("native_layer_norm", HALF, WIDE_STATISTICS),
     ("SparseAdam", "float32 float64", SPARSE._replace(mode="loop")),
-    ("SGD", "float32", Gap("backward through a differentiable step finds a saved tensor changed", "differentiable")),
     ("aten::_native_batch_norm_legit_no_training", "float32 bfloat16", STATISTICS),
 )
 

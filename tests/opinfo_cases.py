@@ -143,7 +143,7 @@ def _inplace(info: Any, sample: Any, move: Move) -> Any:
 def _out(info: Any, sample: Any, move: Move) -> Any:
     """Writes into tensors of the right shape whose memory is laid out the other way round."""
     x, args, kwargs = _arguments(info, sample, move)
-    out = move(_out_tensors(_forward(info, sample, Move("cpu", move.is_wider))))
+    out = Move(move.device)(_out_tensors(_forward(info, sample, Move("cpu", move.is_wider))))
     made = info.op(x, *args, **kwargs, out=out)
     return out, [m is o for m, o in zip(_listed(made), _listed(out), strict=True)]
 

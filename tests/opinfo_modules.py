@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from opinfo_checks import Check
@@ -83,9 +84,6 @@ def _optimizer(info: Any, kwargs: dict[str, Any], mode: dict[str, bool], check: 
     shapes = [(5, 4), (3, 5)] if info.name == "Muon" else [(5, 4), (3,)]
     parameters = [draw(*shape).requires_grad_() for shape in shapes]
     targets = [draw(*shape) for shape in shapes]
-    if info.only_supports_sparse_grads:
-        for p in parameters:
-            p.register_hook(lambda grad: grad.to_sparse())
     given = {**kwargs, **mode}
     if move.device == "cpu":  # the CPU has no such form of some optimizers: its loop is the reference
         given = {k: v for k, v in given.items() if k not in ("capturable", "fused")}
@@ -99,10 +97,16 @@ def _optimizer(info: Any, kwargs: dict[str, Any], mode: dict[str, bool], check: 
         optimizer.zero_grad()
         loss = sum(((p - t) ** 2).sum() for p, t in zip(parameters, targets, strict=True))
         loss.backward()
+        if info.only_supports_sparse_grads:
+            for p in parameters:
+                p.grad = p.grad.to_sparse()
         return loss
 
     if given.get("differentiable"):
-        return _differentiable_step(optimizer, parameters, closure)
+        # Some optimizers then choose between loop and foreach by the device alone.
+        devices = "torch.optim.optimizer._get_foreach_kernels_supported_devices"
+        with mock.patch(devices, return_value=["cpu", "tpu"]):
+            return _differentiable_step(optimizer, parameters, closure)
     for _ in range(STEPS):
         if info.step_requires_closure:
             optimizer.step(closure)
@@ -126,6 +130,10 @@ def _differentiable_step(
     for m, g in zip(moving, gradients, strict=True):
         m.retain_grad()
         m.grad = g
-    optimizer.step()
-    through = torch.autograd.grad(sum((m**2).sum() for m in moving), starts)
-    return [m.detach() for m in moving], list(through)
+    try:
+        optimizer.step()
+        through = torch.autograd.grad(sum((m**2).sum() for m in moving), starts)
+        return [m.detach() for m in moving], list(through)
+    finally:  # where backward raises, a graph holds the tensors that hold it
+        for m in moving:
+            m.detach_()

@@ -28,13 +28,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    """Less than for other tests: a differentiable optimizer's gradients are cycles in C++, which nothing collects."""
-    yield
-    torch.tpu.synchronize()
-
-
 def chosen(dtype: str, config: pytest.Config) -> list[Check]:
     is_full = config.getoption("--full")
     checks = opinfo_run.chosen(dtypes=[dtype], shard=config.getoption("--shard") if is_full else "0/1")

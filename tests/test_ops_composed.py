@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,9 @@ torch.manual_seed(0)
 MATRICES = torch.randn(2, 4, 4, dtype=torch.float64)
 COMPLEX = torch.randn(3, 3, dtype=torch.complex128)
 SAMPLE = torch.randn(24)
+IMAGES, KERNEL, TURNED = torch.randn(2, 2, 6, 7), torch.randn(3, 2, 3, 3), torch.randn(2, 3, 3, 3)
+
+aten: Any = torch.ops.aten
 
 
 def gradient(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -37,6 +42,34 @@ def written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x, number
 
 
+def convolved(call: Any, x: torch.Tensor, weight: torch.Tensor, *window: Any) -> tuple[torch.Tensor, ...]:
+    """A convolution by the name of its kernel, and its gradients."""
+    x, weight, bias = (t.to(x.device).requires_grad_() for t in (x.detach(), weight.detach(), torch.ones(3)))
+    made = call(x, weight, weight.shape[2:], bias, *window)
+    return made, *torch.autograd.grad(made.square().sum(), (x, weight, bias))
+
+
+def observed(x: torch.Tensor, by_row: bool, is_symmetric: bool) -> tuple[torch.Tensor, ...]:
+    """Three tensors in turn: seen alone, quantized and seen, quantized alone."""
+    made: list[torch.Tensor] = []
+    start = [] if by_row else [math.inf]
+    state = [torch.tensor(start, device=x.device), -torch.tensor(start, device=x.device)]
+    state += [torch.ones(len(start), device=x.device), torch.zeros(len(start), dtype=torch.int32, device=x.device)]
+    for factor, *switches in ((1, 1, 0), (2, 1, 1), (3, 0, 1)):
+        on = (torch.tensor([switch], device=x.device) for switch in switches)
+        made += torch.fused_moving_avg_obs_fake_quant(x * factor, *on, *state, 0.1, -128, 127, 0, by_row, is_symmetric)[
+            None
+        ]
+    return *made, *state
+
+
+def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    ends = torch.tensor([0, 3, 3, 8], device=x.device)
+    padded = aten._jagged_to_padded_dense_forward(x.view(8, 3), [ends], [4], 7.5)
+    dense = torch.arange(30.0, device=x.device).view(3, 5, 2)
+    return padded, *(aten._padded_dense_to_jagged_forward(dense, [ends], total) for total in (None, 8))
+
+
 CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "det": (lambda x: (torch.det(x), torch.det(x.mT), gradient(torch.det, x), gradient(torch.det, x.mT)), MATRICES),
     "slogdet": (lambda x: (*torch.slogdet(x[:, ::2, ::2]), *torch.slogdet(x)), MATRICES),
@@ -48,6 +81,26 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "histogram": (lambda x: (*torch.histogram(x, 5, weight=x.abs(), density=True), *torch.histogram(x - x, 3)), SAMPLE),
     "histogram at edges": (lambda x: torch.histogram(x, x[:6].sort()[0]), SAMPLE),
     "histogramdd": (lambda x: torch.histogramdd(x.view(-1, 2), [3, 4], range=[-1.0, 1, -2, 2])[0], SAMPLE),
+    "slow_conv2d": (lambda x: convolved(torch._C._nn.thnn_conv2d, x, KERNEL, 2, 1), IMAGES),
+    "slow_conv3d": (lambda x: convolved(torch._C._nn.slow_conv3d, x[:, :, None], KERNEL[:, :, None]), IMAGES),
+    "slow_conv_dilated2d": (lambda x: convolved(aten.slow_conv_dilated2d, x, KERNEL, [1, 1], [1, 1], [2, 2]), IMAGES),
+    "slow_conv_transpose2d": (
+        lambda x: convolved(aten.slow_conv_transpose2d, x, TURNED, [2, 2], [1, 1], [1, 1]),
+        IMAGES,
+    ),
+    "lanczos": (lambda x: functional.interpolate(x, (3, 9), mode="lanczos", antialias=True), IMAGES),
+    "lanczos gradient": (
+        lambda x: gradient(functools.partial(functional.interpolate, size=(3, 9), mode="lanczos", antialias=True), x),
+        IMAGES,
+    ),
+    "observer": (lambda x: observed(x, False, False), SAMPLE),
+    "observer of rows": (lambda x: observed(x.view(4, 6), True, True), SAMPLE),
+    "rows of different lengths": (rows_of, SAMPLE),
+    "add_relu": (
+        lambda x: (torch._C._VariableFunctions._add_relu(x, x, alpha=2.5), aten._add_relu(x, -0.5, 2)),
+        SAMPLE,
+    ),
+    "linear combination": (lambda x: aten._compute_linear_combination(x.view(3, 2, 4), x.view(8, 3)), SAMPLE),
     "in place": (written, SAMPLE),
     "out": (lambda x: torch.mvlgamma(x.abs() + 3, 2, out=torch.empty(0, device=x.device)), SAMPLE),
 }

@@ -248,3 +248,22 @@ def test_draws_into_a_dtype_that_has_none_are_refused_at_the_call() -> None:
     for name, dtype in (("uniform_", torch.int32), ("random_", torch.complex64), ("bernoulli_", torch.complex64)):
         with pytest.raises(NotImplementedError, match="not implemented for"):
             getattr(torch.zeros(3, dtype=dtype, device="tpu"), name)()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, ok: x.uniform_(0.5, 0.75 if ok else 0.25),
+        lambda x, ok: x.normal_(0.0, 0.5 if ok else -0.5),
+        lambda x, ok: x.exponential_(1.5 if ok else -1.5),
+        lambda x, ok: x.geometric_(0.25 if ok else 1.25),
+        lambda x, ok: x.bernoulli_(0.25 if ok else 1.25),
+        lambda x, ok: x.random_(2, 5 if ok else 2),
+    ],
+)
+@pytest.mark.parametrize("visits", [0, 2])
+def test_a_draw_refuses_what_the_cpu_refuses_on_the_first_visit_and_on_later_ones(call: Any, visits: int) -> None:
+    for _ in range(visits):
+        call(torch.ones(3, device="tpu"), True).cpu()
+    with pytest.raises(RuntimeError, match="expects"):
+        call(torch.ones(3, device="tpu"), False).cpu()

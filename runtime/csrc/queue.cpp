@@ -23,10 +23,14 @@ using Clock = std::chrono::steady_clock;
 
 // Everything here lives until the process ends: storages die after static destructors have run.
 struct Queue {
-  std::mutex mutex;              // guards the fields below
-  std::condition_variable wake;  // something was queued, planned, launched or stopped
-  std::deque<WorkRef> works;     // in launch order
+  std::mutex mutex;                   // guards the fields below
+  std::condition_variable to_launch;  // for the launcher
+  std::condition_variable to_plan;    // for the planner
+  std::condition_variable changed;    // for threads that wait: something was planned, launched or stopped
+  std::deque<WorkRef> works;          // in launch order
   std::deque<std::shared_ptr<Plan>> plans;
+  bool is_idle = false;    // the launcher waits for work
+  bool is_urgent = false;  // a thread waits for what the launcher does
   uint64_t next_sequence = 0, next_done = 0;
   bool is_stopping = false;
   std::thread::id stopper;  // the thread that stops
@@ -41,6 +45,9 @@ Queue* queue = new Queue();
 
 std::atomic<int> num_asleep{0};
 
+// How long a cut region waits for company before it is launched; one that somebody waits for does not.  Each time that
+// the launcher takes the GIL costs the recording thread what some twenty ops cost.
+constexpr auto kLaunchDelay = std::chrono::milliseconds(1);
 constexpr double kFirstLogSeconds = 3, kLogEverySeconds = 10;
 
 // Waits for `ready` under queue->mutex, GIL released, Ctrl-C checked; a long wait logs what `describe` says.
@@ -51,7 +58,7 @@ void wait_until(Ready&& ready, Describe&& describe) {
   for (;;) {
     auto step = [&] {
       std::unique_lock<std::mutex> lock(queue->mutex);
-      return queue->wake.wait_for(lock, std::chrono::milliseconds(100), ready);
+      return queue->changed.wait_for(lock, std::chrono::milliseconds(100), ready);
     };
     bool has_gil = Py_IsInitialized() && PyGILState_Check();
     bool done;
@@ -117,14 +124,20 @@ void finish(Work& work) {
     work.is_done = true;
     queue->next_done = work.sequence + 1;
   }
-  queue->wake.notify_all();
+  queue->changed.notify_all();
 }
 
-// A value somebody is copying to the host must outlive a launch that takes its memory.
+// A value somebody is copying to the host, who may need the GIL, must outlive a launch that takes its memory.
 void await_readers(const Work& work) {
-  for (size_t i = 0; i < work.inputs.size(); i++) {
-    while (work.plan->donated[i] && work.inputs[i]->readers > 0) std::this_thread::yield();
-  }
+  auto is_read = [&] {
+    for (size_t i = 0; i < work.inputs.size(); i++) {
+      if (work.plan->donated[i] && work.inputs[i]->readers > 0) return true;
+    }
+    return false;
+  };
+  if (!is_read()) return;
+  py::gil_scoped_release release;
+  while (is_read()) std::this_thread::yield();
 }
 
 // The GIL is held.
@@ -139,9 +152,9 @@ void run(Work& work, const WorkRef& ref) {
 }
 
 void launch_work(const WorkRef& work) {
-  if (work->plan) await_readers(*work);
   {
     py::gil_scoped_acquire gil;
+    if (work->plan) await_readers(*work);
     drain_decrefs();
     try {
       run(*work, work);
@@ -153,7 +166,7 @@ void launch_work(const WorkRef& work) {
   finish(*work);
 }
 
-// Launches the front where that is possible now; the caller holds queue->order but not the GIL.
+// Launches the front where that is possible now; the caller holds queue->order.
 bool launch_front() {
   WorkRef work;
   {
@@ -172,11 +185,17 @@ void launch_loop() {
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(queue->mutex);
-      queue->wake.wait(
-          lock, [] { return queue->is_stopping || (!queue->works.empty() && is_launchable(*queue->works.front())); });
+      queue->to_launch.wait(lock, [] {
+        bool can_launch = !queue->works.empty() && is_launchable(*queue->works.front());
+        queue->is_idle = !can_launch;
+        return can_launch || queue->is_stopping;
+      });
+      queue->to_launch.wait_for(lock, kLaunchDelay, [] { return queue->is_stopping || queue->is_urgent; });
+      queue->is_urgent = false;
       if (queue->is_stopping) return;
     }
     std::lock_guard<std::mutex> order(queue->order);
+    py::gil_scoped_acquire gil;  // once for all that wait
     while (launch_front()) {
     }
   }
@@ -189,7 +208,7 @@ void plan_loop() {
     std::shared_ptr<Plan> next;
     {
       std::unique_lock<std::mutex> lock(queue->mutex);
-      queue->wake.wait(lock, [] { return queue->is_stopping || !queue->plans.empty(); });
+      queue->to_plan.wait(lock, [] { return queue->is_stopping || !queue->plans.empty(); });
       if (queue->is_stopping) return;
       next = queue->plans.front();
       queue->plans.pop_front();
@@ -245,8 +264,11 @@ Plan::~Plan() {
 }
 
 void enqueue_plan(std::shared_ptr<Plan> plan) {
-  std::lock_guard<std::mutex> lock(queue->mutex);
-  queue->plans.push_back(std::move(plan));
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    queue->plans.push_back(std::move(plan));
+  }
+  queue->to_plan.notify_one();
 }
 
 void enqueue(WorkRef work) {
@@ -258,11 +280,23 @@ void enqueue(WorkRef work) {
 
 void wake_launcher() {
   check_running();
+  bool is_idle;
   {
     std::lock_guard<std::mutex> lock(queue->mutex);
     start_threads();
+    is_idle = std::exchange(queue->is_idle, false);
   }
-  queue->wake.notify_all();
+  if (is_idle) queue->to_launch.notify_one();
+}
+
+void hurry_launcher() {
+  check_running();
+  {
+    std::lock_guard<std::mutex> lock(queue->mutex);
+    start_threads();
+    queue->is_urgent = true;
+  }
+  queue->to_launch.notify_one();
 }
 
 int64_t queue_length() {
@@ -272,6 +306,7 @@ int64_t queue_length() {
 
 void throttle() {
   if (queue_length() <= limits.max_in_flight) return;
+  hurry_launcher();
   wait_until(
       [] {
         return queue->is_stopping ||
@@ -295,13 +330,13 @@ void wait_ready(const BufferRef& buffer) {
     launch_here();
   }
   if (!is_pending()) return;
-  wake_launcher();
+  hurry_launcher();
   wait_until([&] { return !is_pending() || queue->is_stopping; }, [&] { return describe_maker(buffer); });
   TORCH_CHECK(!is_pending(), "tpu: the runtime was shut down before this value was computed");
 }
 
 void wait_done(const WorkRef& work) {
-  wake_launcher();
+  hurry_launcher();
   wait_until([&] { return work->is_done || queue->is_stopping; }, [] { return describe_front(); });
 }
 
@@ -312,7 +347,7 @@ void wait_all() {
     last = queue->next_sequence;
   }
   if (queue_length() == 0) return;
-  wake_launcher();
+  hurry_launcher();
   wait_until([&] { return queue->next_done >= last || queue->is_stopping; }, [] { return describe_front(); });
 }
 
@@ -323,7 +358,8 @@ void notify() {
   {
     std::lock_guard<std::mutex> lock(queue->mutex);
   }
-  queue->wake.notify_all();
+  queue->to_launch.notify_one();
+  queue->changed.notify_all();
 }
 }  // namespace
 
@@ -433,7 +469,9 @@ void shutdown() {
   }
   int others = num_threads - (has_recorded() ? 1 : 0);
   process = Process::kEnds;
-  queue->wake.notify_all();
+  queue->to_launch.notify_one();
+  queue->to_plan.notify_one();
+  queue->changed.notify_all();
   py::gil_scoped_release release;
   for (auto& thread : queue->threads) thread.join();
   queue->threads.clear();

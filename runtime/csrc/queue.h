@@ -43,8 +43,9 @@ struct Work {
 
 void enqueue_plan(std::shared_ptr<Plan> plan);
 void enqueue(WorkRef work);  // no waking: see wake_launcher
-void wake_launcher();
-double seconds_now();  // of the steady clock, which is Python's time.perf_counter()
+void wake_launcher();        // soon
+void hurry_launcher();       // at once
+double seconds_now();        // of the steady clock, which is Python's time.perf_counter()
 // Waits, GIL released and Ctrl-C working, until at most limits.max_in_flight regions are queued.
 void throttle();
 // Waits until the buffer is ready; launches in this thread where that saves a hand-off.  Raises its error.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath, pointwise
 
 SQRT_HALF = math.sqrt(0.5)
@@ -14,6 +16,11 @@ GELU_CUBIC = 0.044715
 @pointwise("relu")
 def relu(self):
     return jnp.maximum(self, 0)
+
+
+@pointwise("_add_relu.Tensor", "_add_relu.Scalar", infer=lambda x, other, alpha: torch.add(x, other, alpha=alpha))
+def add_relu(self, other, alpha=1):
+    return jnp.maximum(self + other * alpha, 0)
 
 
 @pointwise("threshold")

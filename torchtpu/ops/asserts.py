@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torchtpu.ops.registry import lowering
+from typing import Any
+
+import torch
+
+from torchtpu.ops.registry import composed, lowering
 
 
 @lowering("_assert_async")
@@ -21,3 +25,8 @@ def assert_async_message(x, assert_msg, *, ctx):
 def functional_assert_async(x, assert_msg, dep_token, *, ctx):
     ctx.check(x != 0, assert_msg, RuntimeError)
     return dep_token
+
+
+@composed("_make_dep_token")
+def make_dep_token(**options: Any) -> torch.Tensor:
+    return torch.empty((), **options)

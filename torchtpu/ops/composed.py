@@ -13,8 +13,17 @@ from torchtpu.ops.registry import COMPOSED, LOWERINGS
 # Where an op has a lowering too, the recorder hands over the calls that it cannot record, under this namespace.
 _UNRECORDED = "torchtpu_composed"
 
-# Ops that PyTorch takes apart, but whose out= form it does not.
-_WITH_OUT = ("mvlgamma", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "linalg_eigvals")
+# Ops that PyTorch takes apart, but whose out= form it does not, and ops that write an argument: their out= form is no
+# variant of the recorder's.
+_WITH_OUT = (
+    "mvlgamma",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "linalg_eigvals",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "rrelu_with_noise",
+)
 
 _libraries: list[Any] = []  # registrations last as long as these; written at import
 

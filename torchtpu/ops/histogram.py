@@ -86,15 +86,10 @@ def histogramdd_bin_edges(
 
 @composed("_histogramdd_from_bin_cts")
 def histogramdd_from_bin_cts(
-    self: Tensor,
-    bins: list[int],
-    *,
-    range: list[float] | None = None,
-    weight: Tensor | None = None,
-    density: bool = False,
+    self: Tensor, bins: list[int], *, weight: Tensor | None = None, density: bool = False, **bounds: Any
 ) -> Tensor:
-    _check(aten._histogramdd_from_bin_cts.default, self, bins, weight, range)
-    return _histogram(_rows(self), _edges("histogramdd", _rows(self), bins, range), weight, density)
+    edges = histogramdd_bin_edges(self, bins, weight=weight, **bounds)
+    return _histogram(_rows(self), edges, weight, density)
 
 
 @composed("_histogramdd_from_bin_tensors")

@@ -41,7 +41,7 @@ def _is_mask(index: Any) -> bool:
 
 @lowering("index.Tensor", "_unsafe_index.Tensor")
 def index_tensor(x, indices, *, ctx):
-    assert not any(map(_is_mask, indices)), "a read at a mask has no static shape and runs on the CPU"
+    assert not any(map(_is_mask, indices)), "the shape of a read at a mask depends on data"
     where = [None if i is None else _wrapped_at(ctx, i, x, d) for d, i in enumerate(indices)]
     return x.at[_slices(where)].get(**PROMISED)
 

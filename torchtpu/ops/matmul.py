@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from torchtpu.ops.registry import as_dtype, jax, jax_dtype, jnp, lax, lowering, opmath
+import torch
+from torch import Tensor
+
+from torchtpu.ops.registry import as_dtype, composed, jax, jax_dtype, jnp, lax, lowering, opmath
 
 _SCALES = {"beta": (0.0, 1.0), "alpha": (1.0,)}
 
@@ -109,6 +113,27 @@ def scaled_mm(
     return made * scale_result.astype(made.dtype) if is_scaled else made
 
 
+@composed("_scaled_mm_v2")
+def scaled_mm_v2(
+    self: Tensor,
+    mat2: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    if len(scale_a) != 1 or len(scale_b) != 1 or any(swizzle_a) or any(swizzle_b):
+        raise NotImplementedError("aten::_scaled_mm_v2: scales of two levels, or swizzled, are not supported on tpu")
+    made: Tensor = torch.ops.aten._scaled_mm(self, mat2, scale_a[0], scale_b[0], bias, None, out_dtype, use_fast_accum)
+    return made
+
+
 @lowering("_weight_int8pack_mm", multiplies=True)
 def weight_int8pack_mm(self, mat2, scales, *, ctx):
     made = contract(opmath(self), mat2.astype(opmath(self).dtype), ((1,), (1,)), ((), ()), ctx)
@@ -144,6 +169,15 @@ def addbmm(self, batch1, batch2, *, beta=1, alpha=1, ctx):
 def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False, ctx):
     made = blend(beta, self, alpha, product(mat1, mat2, ctx))
     return jax.nn.gelu(made, approximate=False) if use_gelu else jax.nn.relu(made)
+
+
+def _infer_combination(input: Tensor, coefficients: Tensor) -> Tensor:
+    return input.new_empty((coefficients.shape[0], *input.shape[1:]))
+
+
+@lowering("_compute_linear_combination", infer=_infer_combination, multiplies=True)
+def compute_linear_combination(input, coefficients, *, ctx):
+    return contract(coefficients, input, ((1,), (0,)), ((), ()), ctx)
 
 
 @lowering("addr", structural=_SCALES)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch._prims_common import suggest_memory_format
+
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
 
@@ -74,7 +77,13 @@ def fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, out
     return grad_input, grad_weight
 
 
-@lowering("native_group_norm")
+def _infer_group_norm(input: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if not input.is_contiguous(memory_format=suggest_memory_format(input)):
+        raise RuntimeError("Expected X.is_contiguous(memory_format) to be true, but got false.")
+    return torch.ops.aten.native_group_norm(input, *rest)
+
+
+@lowering("native_group_norm", infer=_infer_group_norm)
 def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
     x = opmath(input)
     if x.size == 0:

@@ -98,6 +98,15 @@ def _of(*kinds: str) -> Any:
     return infer
 
 
+def _require(ctx: Any, ok: Any, message: str) -> None:
+    """Checks numbers that are inputs of the program; shape inference has seen the literal ones and the first of these.
+
+    `ok` is False or True where all the numbers that it depends on are literal.
+    """
+    if not isinstance(ok, bool):
+        ctx.check(ok, message, RuntimeError)
+
+
 def _infer_uniform(self: torch.Tensor, low: float = 0.0, high: float = 1.0, *_: Any) -> torch.Tensor:
     made: torch.Tensor = _of("real", "complex")(self)
     if not 0 <= high - low <= torch.finfo(self.dtype).max:
@@ -106,10 +115,15 @@ def _infer_uniform(self: torch.Tensor, low: float = 0.0, high: float = 1.0, *_: 
 
 
 @lowering("uniform", lifts=True, infer=_infer_uniform)
-def uniform_op(self, low=0.0, high=1.0, *, generator):
+def uniform_op(self, low=0.0, high=1.0, *, generator, ctx):
+    _require(ctx, low <= high, "uniform_ expects to return a [from, to) range, but found from > to")
     if jnp.iscomplexobj(self):
-        parts = uniform_op(jnp.stack([self.real, self.imag], -1), low, high, generator=generator)
+        parts = _uniform(jnp.stack([self.real, self.imag], -1), low, high, generator)
         return lax.complex(parts[..., 0], parts[..., 1])
+    return _uniform(self, low, high, generator)
+
+
+def _uniform(self: Any, low: Any, high: Any, generator: Any) -> Any:
     drawn = opmath(uniform(generator, self.shape, self.dtype))
     low, high = (jnp.asarray(v, self.dtype) for v in (low, high))
     inside = (drawn * (high - low).astype(drawn.dtype) + low.astype(drawn.dtype)).astype(self.dtype)
@@ -118,12 +132,14 @@ def uniform_op(self, low=0.0, high=1.0, *, generator):
 
 
 @lowering("normal_functional", "normal_", lifts=True)
-def normal_op(self, mean=0.0, std=1.0, *, generator):
+def normal_op(self, mean=0.0, std=1.0, *, generator, ctx):
+    _require(ctx, std >= 0, "normal expects std >= 0.0")
     return _scaled(normal(generator, self.shape, self.dtype), std, mean)
 
 
 @lowering("normal.Tensor_float", lifts=True)
-def normal_mean(mean, std=1.0, *, generator):
+def normal_mean(mean, std=1.0, *, generator, ctx):
+    _require(ctx, std >= 0, "normal expects std >= 0.0")
     return normal(generator, mean.shape, mean.dtype) * std + mean
 
 
@@ -141,24 +157,28 @@ def normal_mean_std(mean, std, *, generator, ctx):
 
 
 @lowering("log_normal", lifts=True)
-def log_normal(self, mean=1.0, std=2.0, *, generator):
+def log_normal(self, mean=1.0, std=2.0, *, generator, ctx):
+    _require(ctx, std > 0, "log_normal_ expects std > 0.0")
     return jnp.exp(_scaled(normal(generator, self.shape, self.dtype), std, mean))
 
 
 @lowering("exponential", lifts=True)
-def exponential_op(self, lambd=1.0, *, generator):
+def exponential_op(self, lambd=1.0, *, generator, ctx):
+    _require(ctx, lambd > 0, "exponential_ expects lambda > 0.0")
     drawn = exponential(generator, self.shape, _real(self.dtype))
     return drawn / jnp.asarray(lambd, drawn.dtype)
 
 
 @lowering("cauchy", lifts=True)
-def cauchy(self, median=0.0, sigma=1.0, *, generator):
+def cauchy(self, median=0.0, sigma=1.0, *, generator, ctx):
+    _require(ctx, sigma > 0, "cauchy_ expects sigma > 0.0")
     angle = (open_uniform(generator, self.shape, self.dtype) - 0.5) * math.pi
     return _scaled(jnp.tan(angle), sigma, median)
 
 
 @lowering("geometric", lifts=True)
-def geometric(self, p, *, generator):
+def geometric(self, p, *, generator, ctx):
+    _require(ctx, (p > 0) & (p < 1), "geometric_ expects p to be in (0, 1)")
     drawn = open_uniform(generator, self.shape, _real(self.dtype))
     return jnp.maximum(jnp.ceil(jnp.log(drawn) / jnp.log1p(-jnp.asarray(p, drawn.dtype))), 1)
 
@@ -186,12 +206,23 @@ def random(self, *, generator):
     return _integers(generator, self.shape, 0, _largest(self.dtype) + 1)
 
 
-@lowering("random.to", infer=_of("real", "integer"))
+def _infer_random_to(self: torch.Tensor, to: int, *_: Any) -> torch.Tensor:
+    return _infer_random_from(self, 0, to)
+
+
+def _infer_random_from(self: torch.Tensor, low: int, to: int | None, *_: Any) -> torch.Tensor:
+    if to is not None and low >= to:
+        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={to}")
+    made: torch.Tensor = _of("real", "integer")(self)
+    return made
+
+
+@lowering("random.to", infer=_infer_random_to)
 def random_to(self, to, *, generator):
     return _integers(generator, self.shape, 0, to)
 
 
-@lowering("random.from", infer=_of("real", "integer"))
+@lowering("random.from", infer=_infer_random_from)
 def random_from(self, low, to, *, generator):
     return _integers(generator, self.shape, low, (_largest(self.dtype) + 1 if to is None else to) - low)
 
@@ -220,13 +251,16 @@ def bernoulli_tensor(self, p, *, generator, ctx):
     return _bernoulli(self.shape, p, generator, ctx)
 
 
-@lowering("bernoulli.p", lifts=True)
-def bernoulli_p(self, p, *, generator):
-    return _below(generator, self.shape, p)
+def _infer_bernoulli(self: torch.Tensor, p: float = 0.5, *_: Any) -> torch.Tensor:
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+    made: torch.Tensor = _of("real", "integer")(self)
+    return made
 
 
-@lowering("bernoulli_.float", lifts=True, infer=_of("real", "integer"))
-def bernoulli_float_(self, p=0.5, *, generator):
+@lowering("bernoulli.p", "bernoulli_.float", lifts=True, infer=_infer_bernoulli)
+def bernoulli_p(self, p=0.5, *, generator, ctx):
+    _require(ctx, (p >= 0) & (p <= 1), "bernoulli_ expects p to be in [0, 1]")
     return _below(generator, self.shape, p)
 
 

@@ -138,6 +138,10 @@ def _triangle(distance: Array) -> Array:
     return np.maximum(1 - np.abs(distance), 0)
 
 
+def _lanczos(distance: Array) -> Array:
+    return np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
+
+
 _MODES: dict[str, tuple[tuple[int, ...], bool, Callable[..., _Table]]] = {
     # name without rank -> (ranks, whether it takes align_corners, table)
     "upsample_nearest": ((1, 2, 3), False, functools.partial(_nearest, 0.0)),
@@ -148,6 +152,7 @@ _MODES: dict[str, tuple[tuple[int, ...], bool, Callable[..., _Table]]] = {
     "upsample_bicubic": ((2,), True, _cubic),
     "_upsample_bilinear2d_aa": ((2,), True, functools.partial(_antialiased, _triangle, 1.0)),
     "_upsample_bicubic2d_aa": ((2,), True, functools.partial(_antialiased, lambda d: _cubic_weight(d, -0.5), 2.0)),
+    "_upsample_lanczos2d_aa": ((2,), True, functools.partial(_antialiased, _lanczos, 3.0)),
 }
 
 
