@@ -132,11 +132,8 @@ class _Finder:
         ranges: list[range] = []  # where the clusters of a run begin
         for run in find_runs(self._kinds, _SHORTEST):
             merged = self._merged(run, costs.least_lines)
-            saved = sum(self._lines[merged.start : merged.start + merged.repeated])
-            if (
-                merged.repeated == 0
-                or costs.compile_ms(total) - costs.compile_ms(total - saved) < costs.least_saving_ms
-            ):
+            saved = sum(self._lines[merged.start : merged.start + max(0, merged.repeated)])
+            if not saved or costs.compile_ms(total) - costs.compile_ms(total - saved) < costs.least_saving_ms:
                 continue
             first = self._first(merged)
             if self._carried(first, merged.period) <= costs.most_carried * self._stored(first, merged.period):
@@ -224,31 +221,35 @@ def _offsets_lifted(parts: Sequence[Part]) -> list[Part]:
     """The parts, where the places at which tensors begin differ, as in `x[:, t]`, with run-time ints in their stead."""
     rows = [[place for op in part.program.ops for place in _offsets(op)] for part in parts]
     differing = [n for n, places in enumerate(zip(*rows, strict=True)) if len(set(places)) > 1]
-    if not differing or any(isinstance(row[n], Lifted) for row in rows for n in differing):
+    if not differing:
         return list(parts)
     made = []
     for part, row in zip(parts, rows, strict=True):
         first = part.program.ints
         lifted = {n: Lifted("i", first + k) for k, n in enumerate(differing)}
-        places = (lifted.get(n, place) for n, place in enumerate(row))
+        places = (lifted.get(n) for n in range(len(row)))
         ops = tuple(_placed(op, places) for op in part.program.ops)
         program = replace(part.program, ops=ops, ints=first + len(differing))
         made.append(replace(part, program=program, offsets=tuple(row[n] for n in differing)))
     return made
 
 
-def _offsets(op: Op) -> Iterator[int | Lifted]:
-    yield from (o.offset for o in operands(op))
-    yield from (w.offset for w in op.writes)
+def _offsets(op: Op) -> list[int]:
+    """Where the tensors that an op takes and writes begin; 0 where that is known at run time only."""
+    return [t.offset if isinstance(t.offset, int) else 0 for t in (*operands(op), *op.writes)]
 
 
-def _placed(op: Op, places: Iterator[int | Lifted]) -> Op:
-    """The op with other offsets, in the order of `_offsets`."""
+def _placed(op: Op, places: Iterator[Lifted | None]) -> Op:
+    """The op with other offsets where there are some, in the order of `_offsets`."""
+
+    def placed(given: Operand | Write) -> Any:
+        place = next(places)
+        return given if place is None else replace(given, offset=place)
 
     def argument(given: Any) -> Any:
         if isinstance(given, tuple):
             return tuple(map(argument, given))
-        return replace(given, offset=next(places)) if isinstance(given, Operand) else given
+        return placed(given) if isinstance(given, Operand) else given
 
     args = tuple(map(argument, op.args))
-    return replace(op, args=args, writes=tuple(replace(w, offset=next(places)) for w in op.writes))
+    return replace(op, args=args, writes=tuple(map(placed, op.writes)))
