@@ -239,7 +239,7 @@ class Executor:
         write(
             f"tpu:{launch.device} region {about.identity[:8]} | "
             f"{about.ops} ops {launch.inputs} in {launch.outputs} out {about.donated} donated | "
-            f"cut: {launch.reason} ({launch.line}) | {found} | run {run_ms:.1f} ms | "
+            f"cut: {launch.reason} ({launch.line}) | {found} | run {run_ms:.{1 if run_ms > 100 else 3}f} ms | "
             f"peak {show_bytes(loaded.argument_bytes + executable.needed_bytes)}"
         )
 
