@@ -121,7 +121,8 @@ class Executor:
         self._release = release
         self.history: deque[Launch] = deque(maxlen=_HISTORY)
         self._in_flight: list[deque[Any]] = [deque() for _ in client.devices]
-        self._outcomes: list[list[Outcome]] = [[] for _ in client.devices]
+        self._outcomes: list[deque[Outcome]] = [deque() for _ in client.devices]  # not known when last looked at
+        self._failed: list[list[Outcome]] = [[] for _ in client.devices]  # not raised when last looked at
 
     def launch(self, work: Any, executable: Any = None) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
@@ -131,7 +132,7 @@ class Executor:
         if isinstance(executable, Parts):
             return executable.run(work, self.launch)
         if isinstance(executable, Ladder):
-            return executable.run(work, self.launch, self._settle)
+            return executable.run(work, self.launch, self._wait_until_idle)
         try:
             if executable.offsets:
                 executable = executable.at(work.ints.tolist())
@@ -190,8 +191,8 @@ class Executor:
         outcome = None
         if executable.checks:
             outcome = Outcome(client, outputs.pop(), executable.checks, doubts, spoiled, lambda: work.run)
-            waiting = [o for o in self._outcomes[device] if not o.is_settled()]
-            self._outcomes[device] = [*waiting, outcome]
+            self._settle(device)
+            self._outcomes[device].append(outcome)
         guards = _guards(executable, outcome, doubts) if outcome or doubts else []
         region, about = work.region, executable.about
         launch = Launch(about, device, len(arguments), len(outputs), region["reason"], region["line"])
@@ -221,15 +222,23 @@ class Executor:
         """Waits until everything launched so far on the device has run; raises what no read has raised of it."""
         for token in list(self._in_flight[device]):
             self._client.wait_for_launch(token)
-        outcomes, self._outcomes[device] = self._outcomes[device], []
-        for outcome in outcomes:
+        self._settle(device, is_waited_for=True)
+        failed, self._failed[device] = self._failed[device], []
+        for outcome in failed:
             outcome.raise_unread()
 
-    def _settle(self, device: int) -> None:
-        """Waits until a device has nothing to do."""
+    def _wait_until_idle(self, device: int) -> None:
         for token in list(self._in_flight[device]):
             with contextlib.suppress(RuntimeError):  # who reads the launch's outputs raises it
                 self._client.wait_for_launch(token)
+
+    def _settle(self, device: int, *, is_waited_for: bool = False) -> None:
+        """Closes the outcomes that have become known: launches of a device run in order."""
+        outcomes = self._outcomes[device]
+        while outcomes and (is_waited_for or outcomes[0].is_known()):
+            outcome = outcomes.popleft()
+            if outcome.close():
+                self._failed[device] = [o for o in (*self._failed[device], outcome) if not o.is_settled()]
 
     def _track(self, device: int, token: Any) -> None:
         in_flight = self._in_flight[device]
@@ -251,7 +260,7 @@ class Executor:
         write(
             f"tpu:{launch.device} region {about.identity[:8]} | "
             f"{about.ops} ops {launch.inputs} in {launch.outputs} out {about.donated} donated | "
-            f"cut: {launch.reason} ({launch.line}) | {found} | run {run_ms:.1f} ms | "
+            f"cut: {launch.reason} ({launch.line}) | {found} | run {run_ms:.{1 if run_ms > 100 else 3}f} ms | "
             f"peak {show_bytes(loaded.argument_bytes + executable.needed_bytes)}"
         )
 
@@ -267,14 +276,17 @@ def _check_arguments(client: Client, executable: Executable, arguments: list[Any
 
 def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Guard, int]) -> list[Guard | None]:
     """A guard for each output that depends on a check which is not known to have passed."""
+    own_guards: dict[tuple[int, tuple[Guard, ...]], Guard] = {}  # outputs that depend on the same share one
     made: list[Guard | None] = []
     for sources in executable.kinds:
         own = sources >> len(executable.inputs)
-        earlier = [guard for guard, inputs in doubts.items() if inputs & sources]
+        earlier = tuple(guard for guard, inputs in doubts.items() if inputs & sources)
         if own or len(earlier) > 1:
-            made.append(Guard(outcome if own else None, own, earlier))
+            made.append(own_guards.setdefault((own, earlier), Guard(outcome if own else None, own, earlier)))
         else:
             made.append(earlier[0] if earlier else None)
+    if outcome:
+        outcome.guarded_by(own_guards.values())
     return [made[kind] for kind in executable.kind_of]
 
 

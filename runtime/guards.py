@@ -39,6 +39,18 @@ class Outcome:
         self._run = run
         self._failed = 0
         self._raised = 0
+        self._guards: list[Guard] = []
+
+    def guarded_by(self, guards: Iterable[Guard]) -> None:
+        """The guards that hang on this outcome; until it is known, they keep those before them."""
+        self._guards = list(guards)
+
+    def close(self) -> bool:
+        """Once the outcome is known: its guards let go of what has passed. Whether a check has failed."""
+        guards, self._guards = self._guards, []
+        for guard in guards:
+            guard.let_go()
+        return bool(self.failed())
 
     def is_known(self) -> bool:
         """Whether `failed` answers without waiting."""
@@ -90,36 +102,50 @@ class Guard:
 
     def pending(self) -> list[Guard]:
         """The guards that stand for this one now: none where all checks have passed. Never waits."""
-        earlier = self._earlier
-        if earlier:
-            self._earlier = earlier = list(dict.fromkeys(g for guard in earlier for g in guard.pending()))
         outcome = self._outcome
-        if outcome is None:
-            return earlier
-        if not outcome.is_known() or outcome.failed() & self._checks:
-            return [self]
-        self._outcome = None
-        return earlier
+        if outcome is not None:
+            if not outcome.is_known() or outcome.failed() & self._checks:
+                return [self]
+            self._outcome = None
+        self.let_go()
+        return self._earlier
+
+    def let_go(self) -> None:
+        """Forgets earlier guards whose checks have passed."""
+        if self._earlier:
+            self._earlier = list(dict.fromkeys(g for guard in self._earlier for g in guard.pending()))
 
     def has_failed(self) -> bool:
         """Whether a check has failed; waits for all of them."""
-        outcome = self._outcome
-        own = outcome.failed() & self._checks if outcome is not None else 0
-        return bool(own) or any(guard.has_failed() for guard in self._earlier)
+        return any(guard._outcome.failed() & guard._checks for guard in self._in_order() if guard._outcome)
 
     def resolve(self) -> None:
         """Waits for the checks and raises the error of the first that failed, in program order."""
-        for guard in self._earlier:
-            guard.resolve()
-        outcome = self._outcome
-        if outcome is not None:
-            outcome.raise_first(self._checks)
+        for guard in self._in_order():
+            if guard._outcome:
+                guard._outcome.raise_first(guard._checks)
+
+    def _in_order(self) -> Iterable[Guard]:
+        """This guard and all before it, each once, what a guard depends on before it."""
+        found: dict[Guard, None] = {}
+        waiting = [(self, False)]
+        while waiting:
+            guard, is_done = waiting.pop()
+            if is_done:
+                found[guard] = None
+            elif guard not in found:
+                waiting.append((guard, True))
+                waiting += [(earlier, False) for earlier in reversed(guard._earlier)]
+        return found
 
 
 def unsettled(guards: Iterable[tuple[Guard, int]]) -> dict[Guard, int]:
     """The guards that these stand for now, with the inputs that each of them hangs on."""
-    found: dict[Guard, int] = {}
+    given: dict[Guard, int] = {}
     for guard, inputs in guards:
+        given[guard] = given.get(guard, 0) | inputs
+    found: dict[Guard, int] = {}
+    for guard, inputs in given.items():
         for waiting in guard.pending():
             found[waiting] = found.get(waiting, 0) | inputs
     return found

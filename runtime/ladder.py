@@ -42,8 +42,8 @@ class Ladder:
         self._is_whole = False
         self._is_settled = False
 
-    def run(self, work: Any, launch: Callable[..., None], settle: Callable[[int], None]) -> None:
-        """Launches the work; `settle` waits until a device has nothing to do."""
+    def run(self, work: Any, launch: Callable[..., None], wait_until_idle: Callable[[int], None]) -> None:
+        """Launches the work; `wait_until_idle` is given a device."""
         if self._is_settled or self._is_fixed():
             self._launch(work, launch, self._is_whole)
             return
@@ -56,7 +56,7 @@ class Ladder:
             self._is_settled = True
             self._launch(work, launch, False)
         else:
-            self._time(work, launch, settle)
+            self._time(work, launch, wait_until_idle)
 
     def _launch(self, work: Any, launch: Callable[..., None], is_whole: bool) -> None:
         if is_whole:
@@ -65,13 +65,13 @@ class Ladder:
         else:
             self._clusters.run(work, launch)
 
-    def _time(self, work: Any, launch: Callable[..., None], settle: Callable[[int], None]) -> None:
+    def _time(self, work: Any, launch: Callable[..., None], wait_until_idle: Callable[[int], None]) -> None:
         is_whole = len(self._times[True]) <= len(self._times[False])
         device = work.device
-        settle(device)
+        wait_until_idle(device)
         started = time.perf_counter()
         self._launch(work, launch, is_whole)
-        settle(device)
+        wait_until_idle(device)
         self._times[is_whole].append(time.perf_counter() - started)
         if len(self._times[False]) > _TURNS:  # the first turn of each warms caches up
             whole, clusters = (min(self._times[form][1:]) for form in (True, False))

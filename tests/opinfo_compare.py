@@ -55,7 +55,7 @@ def value_difference(
             continue
         if y.dtype.is_floating_point or y.dtype.is_complex:
             wide = tree_flatten(truth())[0][index]
-            if _close(m.to(wide.dtype), wide, tolerance or _tolerance(y.dtype)) is None or _errs_like(m, y, wide):
+            if _close(m.to(wide.dtype), wide, tolerance or _tolerance(y.dtype)) is None or errs_like(m, y, wide):
                 continue
         return f"result {index}: {problem}"
     return None
@@ -77,7 +77,8 @@ def _close(m: torch.Tensor, y: torch.Tensor, tolerance: tuple[float, float] | No
     return None
 
 
-def _errs_like(m: torch.Tensor, y: torch.Tensor, wide: torch.Tensor) -> bool:
+def errs_like(m: torch.Tensor, y: torch.Tensor, wide: torch.Tensor) -> bool:
+    """Whether `m` is at most twice as far from `wide`, the result in a wider dtype, as `y` is."""
     m, y = m.to(wide.dtype), y.to(wide.dtype)
     if wide.is_complex():
         m, y, wide = map(torch.view_as_real, (m, y, wide))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import torchtpu
 from torchtpu import startup
 from torchtpu.runtime import _C
+from torchtpu.runtime.pjrt import Client
 
 
 def line(offset: int = 0) -> str:
@@ -137,6 +138,36 @@ def test_each_value_raises_the_first_failed_check_it_depends_on() -> None:
             tensor.cpu()
     assert (x + 1).tolist() == [2.0, 3.0, 4.0]
     torch.tpu.synchronize()
+
+
+def test_checks_cost_the_same_however_far_the_device_lags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight weights of which each new one depends on all and on a check: a guard asks once, not along every path."""
+    weights = [torch.ones(3, 2, device="tpu") for _ in range(8)]
+    index, one = torch.tensor([1], device="tpu"), torch.ones((), device="tpu")
+    asked = 0
+    is_ready = Client.is_ready
+
+    def lagging(client: Client, array: Any) -> bool:
+        nonlocal asked
+        asked += 1
+        return not is_lagging and is_ready(client, array)
+
+    def step() -> None:
+        nonlocal weights
+        picked = torch.stack([F.embedding(index, w).sum() for w in weights]).sum()
+        weights = [w * 0.5 + picked * i for i, w in enumerate(weights)]
+        assert (one + 1).item() == 2  # ends the region
+
+    is_lagging = True
+    monkeypatch.setattr(Client, "is_ready", lagging)
+    counts = []
+    for _ in range(20):
+        asked = 0
+        step()
+        counts.append(asked)
+    assert max(counts[10:]) <= max(counts[1:5]), counts
+    is_lagging = False
+    assert all(bool(w.isfinite().all()) for w in weights)
 
 
 def test_a_failed_input_fails_what_depends_on_it_and_no_check(monkeypatch: pytest.MonkeyPatch) -> None:

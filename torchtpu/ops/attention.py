@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from torchtpu.ops.matmul import contract, scaled
 from torchtpu.ops.random import uniform
 from torchtpu.ops.registry import jnp, lowering, opmath
@@ -87,7 +90,26 @@ def attention(
     return made.reshape(shape), logsumexp, None, None, None, None, seed, offset, None
 
 
-@lowering("_scaled_dot_product_fused_attention_overrideable_backward", structural=_DROPOUT, multiplies=True)
+def _infer_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, grad_input_mask: list[bool], *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """Laid out as by PyTorch's kernels, rows before heads, or as by its composite form where those cannot serve."""
+    backward = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward
+    *grads, bias = backward(grad_out, query, key, value, attn_bias, grad_input_mask, *rest[:-1], scale=rest[-1])
+    dropout_p = rest[6]
+    if query.dim() == 4:
+        is_composite = dropout_p > 0 or grad_input_mask[3]
+        turns = ((2, 2), (2, 3), (2, 2)) if is_composite else ((1, 2),) * 3
+        grads = [g.transpose(*t).contiguous().transpose(*t) for g, t in zip(grads, turns, strict=True)]
+    return *grads, bias
+
+
+@lowering(
+    "_scaled_dot_product_fused_attention_overrideable_backward",
+    structural=_DROPOUT,
+    infer=_infer_backward,
+    multiplies=True,
+)
 def attention_backward(
     grad_out, query, key, value, attn_bias, grad_input_mask, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
     dropout_p, is_causal, philox_seed, philox_offset, *, scale=None, ctx,

@@ -42,8 +42,9 @@ def _products_summed(x: Any, y: Any, over: Any, batch: Any) -> Any:
     def rows(array: Any, summed: Any, shared: Any) -> tuple[Any, tuple[int, ...]]:
         free = [d for d in range(array.ndim) if d not in (*summed, *shared)]
         shape = tuple(array.shape[d] for d in free)
+        depth = math.prod(array.shape[d] for d in summed)
         ordered = array.transpose(*shared, *free, *summed)
-        return ordered.reshape(*(array.shape[d] for d in shared), math.prod(shape), -1), shape
+        return ordered.reshape(*(array.shape[d] for d in shared), math.prod(shape), depth), shape
 
     (left, left_shape), (right, right_shape) = rows(x, over[0], batch[0]), rows(y, over[1], batch[1])
     made = (left[..., :, None, :] * right[..., None, :, :]).sum(-1)
