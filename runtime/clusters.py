@@ -236,7 +236,8 @@ def _offsets_lifted(parts: Sequence[Part]) -> list[Part]:
 
 def _offsets(op: Op) -> list[int]:
     """Where the tensors that an op takes and writes begin; 0 where that is known at run time only."""
-    return [t.offset if isinstance(t.offset, int) else 0 for t in (*operands(op), *op.writes)]
+    offsets = [*(o.offset for o in operands(op)), *(w.offset for w in op.writes)]
+    return [offset if isinstance(offset, int) else 0 for offset in offsets]
 
 
 def _placed(op: Op, places: Iterator[Lifted | None]) -> Op:
