@@ -254,3 +254,21 @@ def masked_scatter_backward(grad, mask, sizes):
     chosen = jnp.broadcast_to(mask, grad.shape).reshape(-1) != 0
     ordinal = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int64) - 1, flat.size)
     return flat.at[ordinal].set(grad.reshape(-1), **DROPPED).reshape(sizes)
+
+
+# The rows of a sparse matrix: one number per element, sorted, or where the elements of each row begin
+
+
+@lowering("_convert_indices_from_coo_to_csr")
+def rows_to_starts(rows, size, *, out_int32=False):
+    return jnp.searchsorted(rows, jnp.arange(size + 1))
+
+
+@lowering("_convert_indices_from_csr_to_coo")
+def starts_to_rows(starts, columns, *, out_int32=False, transpose=False):
+    *batch, count = columns.shape
+    place = jnp.arange(count)
+    rows = jnp.stack([jnp.searchsorted(s, place, side="right") - 1 for s in starts.reshape(-1, starts.shape[-1])])
+    pair = (columns.reshape(-1), rows.reshape(-1))
+    number = jnp.indices((*batch, count)).reshape(len(batch) + 1, -1)[:-1]
+    return jnp.concatenate([number, jnp.stack(pair if transpose else pair[::-1])])
