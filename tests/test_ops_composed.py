@@ -34,12 +34,12 @@ def solved(a: torch.Tensor, hermitian: bool) -> tuple[torch.Tensor, ...]:
     return factors, pivots, torch.linalg.ldl_solve(factors, pivots, a[..., :2], hermitian=hermitian)
 
 
-def written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def written(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     x, number = x.clone(), (x * 8).long()
     x //= torch.tensor(0.5, device=x.device)
     number <<= 2
     number >>= torch.tensor(1, device=x.device)
-    return x, number
+    return x, number, (x.abs() + 1).polygamma_(2)
 
 
 def convolved(call: Any, x: torch.Tensor, weight: torch.Tensor, *window: Any) -> tuple[torch.Tensor, ...]:

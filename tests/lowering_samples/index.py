@@ -65,6 +65,11 @@ def samples(dtype):
         "0-d",
         lambda: (aten.gather(x[0, 0, 0], 0, rows[0]), aten.index_select(x[0, 0, 0], 0, rows[:1]), aten.take(x, other)),
     )
+    starts, numbers = torch.tensor([[0, 2, 3], [0, 1, 3]]), torch.tensor([[0, 1, 1], [2, 0, 1]])
+    for transpose in (False, True):
+        yield "coo", lambda t=transpose: aten._convert_indices_from_csr_to_coo(starts, numbers, transpose=t)
+        yield "coo", lambda t=transpose: aten._convert_indices_from_csr_to_coo(starts[0], numbers[0], out_int32=t)
+        yield "csr", lambda t=transpose: aten._convert_indices_from_coo_to_csr(torch.tensor([0, 0, 2]), 4, out_int32=t)
     if not dtype.is_floating_point:
         return
     weight, bags = x[0], torch.tensor([1, 2, 3, 2, 1, 4])
@@ -95,8 +100,3 @@ def _bag_gradient(weight, bags, offsets, mode, last, padding):
     scale = torch.ones(6, dtype=weight.dtype).requires_grad_() if mode == 0 else None
     out = aten._embedding_bag(weight, bags, offsets, False, mode, False, scale, last, padding)[0]
     out.backward(torch.ones_like(out))
-    starts, numbers = torch.tensor([[0, 2, 3], [0, 1, 3]]), torch.tensor([[0, 1, 1], [2, 0, 1]])
-    for transpose in (False, True):
-        yield "coo", lambda t=transpose: aten._convert_indices_from_csr_to_coo(starts, numbers, transpose=t)
-        yield "coo", lambda t=transpose: aten._convert_indices_from_csr_to_coo(starts[0], numbers[0], out_int32=t)
-        yield "csr", lambda t=transpose: aten._convert_indices_from_coo_to_csr(torch.tensor([0, 0, 2]), 4, out_int32=t)

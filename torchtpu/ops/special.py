@@ -75,6 +75,8 @@ def _digamma(x: Any) -> Any:
 
 @lowering("polygamma")
 def polygamma(n, self):
+    if not isinstance(n, int):  # polygamma_
+        n, self = self, n
     dtype = jnp.promote_types(self.dtype, jnp.float32) if jnp.issubdtype(self.dtype, jnp.floating) else jnp.float32
     x = self.astype(dtype)
     if n == 0:
