@@ -14,7 +14,7 @@ from .entry import DamagedEntry, Note
 from .key import Difference, Key, difference, explain, fingerprint
 from .locate import default_directory, open_store, parse_nbytes
 from .store import DirectoryStore, NullStore, Stats, Store
-from .target import Target, canonical_text, compiler_line, host_cpu_features, program_key
+from .target import Target, canonical_text, compiler_line, host_cpu_features, program_digest, program_key
 from .trust import untrusted
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "import_bundle",
     "open_store",
     "parse_nbytes",
+    "program_digest",
     "program_key",
     "untrusted",
 ]

@@ -72,6 +72,11 @@ def explain(left: Key, right: Key) -> str:
     return "\n".join(lines) or "equal keys"
 
 
+def digest_of(content: bytes) -> str:
+    """What stands in a key for `content`."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()} ({len(content)} bytes)"
+
+
 def fingerprint(sources: Iterable[bytes], versions: Mapping[str, str]) -> str:
     """The hash of what a plan or a fragment was made by: the lowering sources (in this order) and named versions."""
     total = hashlib.sha256(json.dumps(sorted(versions.items()), ensure_ascii=True).encode())
@@ -92,9 +97,7 @@ def _key(kind: str, parts: Mapping[str, str | int | bool | None]) -> Key:
 def _short(value: Value) -> str | int | bool | None:
     if isinstance(value, str) and len(value) > _VERBATIM_CHARACTERS:
         value = value.encode("utf-8", "surrogatepass")
-    if isinstance(value, bytes):
-        return f"sha256:{hashlib.sha256(value).hexdigest()} ({len(value)} bytes)"
-    return value
+    return digest_of(value) if isinstance(value, bytes) else value
 
 
 def _text(value: str | int | bool | None) -> str:

@@ -1,4 +1,4 @@
-"""Program keys: in come a program's text, a `Target` and compile options, out goes the key of its executable.
+"""Program keys: in come a program's digest, a `Target` and compile options, out goes the key of its executable.
 
 The local client and the compile-only client both come here, so that what one stores the other finds.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .key import Key
+from .key import Key, digest_of
 
 # Field numbers of XLA's CompileOptionsProto; "3" is ExecutableBuildOptionsProto, "3.3" DebugOptions.
 _MESSAGES = frozenset({"3", "3.3"})
@@ -73,15 +73,20 @@ class Target:
     host_features: tuple[str, ...] = ()
 
 
+def program_digest(program: str) -> str:
+    """What of a program (StableHLO text) stands in its key."""
+    return digest_of(canonical_text(program).encode("utf-8", "surrogatepass"))
+
+
 def program_key(
-    program: str,
+    digest: str,
     target: Target,
     *,
     options: bytes = b"",
     flags: Iterable[str] = (),
     positions: Sequence[int] | None = None,
 ) -> Key:
-    """The key of the executable of `program` (StableHLO text).
+    """The key of the executable of the program with this `program_digest`.
 
     `options` are the serialized compile options; device ids in them do not count.  `flags` are the compiler's flags
     that come by the environment and are not in `options` (LIBTPU_INIT_ARGS), as "--name=value".  A program with
@@ -90,7 +95,7 @@ def program_key(
     return Key.of(
         "program",
         {
-            "program": canonical_text(program).encode("utf-8", "surrogatepass"),
+            "program": digest,
             "platform": target.platform,
             "device_kind": target.device_kind,
             "compiler": target.compiler,

@@ -1,6 +1,6 @@
-"""Compiling: in come program texts, out come loaded executables, from memory, from the store, or from XLA.
+"""Compiling: in come plans, out come loaded executables, from memory, from the store, or from XLA.
 
-Worker threads compile; XLA releases the GIL meanwhile. A text is compiled once, however many ask for it.
+Worker threads compile; XLA releases the GIL meanwhile. A program is compiled once, however many ask for it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchtpu.compiler_cache import Key, Note, Store
+from torchtpu.compiler_cache import Note, Store
 
 from .counters import Counters
 
 if TYPE_CHECKING:
     from .pjrt import Client
+    from .plans import Plan
 
 _JOIN_SECONDS = 10.0
 
@@ -55,13 +56,13 @@ class Compiler:
         self._late_thread: threading.Thread | None = None
 
     def submit(
-        self, text: str, key: Key, device: int, note: Note | None = None, *, is_needed_now: bool = True
+        self, plan: Plan, device: int, note: Note | None = None, *, is_needed_now: bool = True
     ) -> Future[Loaded]:
-        """The executable of `text` on `device`; what is not needed now is compiled when nothing else is.
+        """The executable of a plan's program on `device`; what is not needed now is compiled when nothing else is.
 
         A build that failed is forgotten: who asks again builds again. `note` is kept beside what is stored.
         """
-        flight_key = key.digest, device
+        flight_key = plan.key.digest, device
         with self._condition:
             flight = self._flights.get(flight_key)
             if flight is not None:
@@ -71,7 +72,7 @@ class Compiler:
             if self._is_closed:
                 raise RuntimeError("the compiler is shut down")
             flight = self._flights[flight_key] = Future()
-            job = lambda: self._build(flight, text, key, device, note)
+            job = lambda: self._build(flight, plan, device, note)
             if not is_needed_now:
                 self._later.append(job)
                 if self._late_thread is None:
@@ -134,12 +135,12 @@ class Compiler:
                 job = self._later.popleft()
             job()
 
-    def _build(self, flight: Future[Loaded], text: str, key: Key, device: int, note: Note | None) -> None:
+    def _build(self, flight: Future[Loaded], plan: Plan, device: int, note: Note | None) -> None:
         try:
-            loaded = self._load_or_compile(text, key, device, note)
+            loaded = self._load_or_compile(plan, device, note)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the waiters have to hear of it
             with self._condition:
-                self._flights.pop((key.digest, device), None)
+                self._flights.pop((plan.key.digest, device), None)
             flight.set_exception(error)
             return
         flight.set_result(loaded)
@@ -148,19 +149,20 @@ class Compiler:
             for old in done[: max(0, len(self._flights) - self._capacity)]:
                 del self._flights[old]
 
-    def _load_or_compile(self, text: str, key: Key, device: int, note: Note | None) -> Loaded:
-        self._client.prepare(text)
+    def _load_or_compile(self, plan: Plan, device: int, note: Note | None) -> Loaded:
+        if plan.calls_lapack:
+            self._client.load_lapack()
         if not self._store.keeps:
             self._counters.cache_misses += 1
-            return self._compile(text, device)
+            return self._compile(plan.text(), device)
         built: list[Loaded] = []
 
         def build() -> bytes:
-            built.append(self._compile(text, device))
+            built.append(self._compile(plan.text(), device))
             return self._client.serialize(built[0].executable)
 
         started = time.perf_counter()
-        data = self._store.get_or_build(key, build, note)
+        data = self._store.get_or_build(plan.key, build, note)
         if built:
             self._counters.cache_misses += 1
             return built[0]
@@ -168,9 +170,9 @@ class Compiler:
             executable = self._client.deserialize(data, device)
         except Exception as error:  # noqa: BLE001 -- whatever the loader dislikes is a miss
             self._counters.cache_load_failures += 1
-            self._store.discard(key, f"{type(error).__name__}: {error}")
-            self._store.get_or_build(key, build, note)
-            return built[0] if built else self._compile(text, device)
+            self._store.discard(plan.key, f"{type(error).__name__}: {error}")
+            self._store.get_or_build(plan.key, build, note)
+            return built[0] if built else self._compile(plan.text(), device)
         self._counters.cache_hits_disk += 1
         milliseconds = (time.perf_counter() - started) * 1e3
         self._counters.load_ms += milliseconds

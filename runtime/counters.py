@@ -21,6 +21,7 @@ class Counters:
     compile_ms: float = 0.0
     load_ms: float = 0.0
     lower_ms: float = 0.0
+    plan_hits_disk: int = 0
     fragment_traces: int = 0
     fragment_hits_disk: int = 0
     cache_hits_memory: int = 0

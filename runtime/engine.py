@@ -27,18 +27,18 @@ from .fragments import Fragments
 from .guards import Guard, recorded_at
 from .host_calls import HostCall, HostOp
 from .ladder import Ladder
-from .lower import Module, lower
 from .manifest import Journal, Outcome
 from .memory import show_bytes
 from .observe import Observer
-from .pjrt import Client, key_of
+from .pjrt import Client
+from .plans import Plan, Plans
 from .region import Program
 from .sequence import Sequence as Parts
 
 
 class _Build(NamedTuple):
     program: Program
-    module: Module
+    plan: Plan
     about: About
     flight: Future[Loaded]
 
@@ -77,6 +77,7 @@ class Engine:
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
         self.fragments = Fragments(table, self.client, store, counters, watch=lambda: knob("debug_nans"))
+        self.plans = Plans(self.fragments, self.client, store, counters)
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
         self.compiler = Compiler(self.client, store, counters, threads)
         self._journal = journal
@@ -158,29 +159,28 @@ class Engine:
 
     def _submit(self, program: Program, device: int, *, is_flat: bool, is_needed_now: bool = True) -> _Build:
         started = time.perf_counter()
-        module = lower(program, self.fragments, is_flat=is_flat)
-        key = key_of(module.text, self.client, device)
+        found = self.plans.find(program, is_flat=is_flat)
         self.counters.lower_ms += (time.perf_counter() - started) * 1e3
         if "stablehlo" in self._knob("log"):
-            log.write(module.text)
+            log.write(found.text())
         lines = tuple(dict.fromkeys(op.line for op in program.ops))
-        about = About(key.digest, program.line, lines, len(program.ops), len(program.donated), _largest(program))
+        about = About(found.key.digest, program.line, lines, len(program.ops), len(program.donated), _largest(program))
         note: Note = {"line": program.line, "ops": len(program.ops)}
-        flight = self.compiler.submit(module.text, key, device, note, is_needed_now=is_needed_now)
+        flight = self.compiler.submit(found, device, note, is_needed_now=is_needed_now)
         if self._journal is not None:
-            _keep_journal(self._journal, program, is_flat, key.digest, flight)
+            _keep_journal(self._journal, program, is_flat, found.key.digest, flight)
         for observer in self._observers:
             observer.planned(program, about, flight)
-        return _Build(program, module, about, flight)
+        return _Build(program, found, about, flight)
 
     def _executable(self, build: _Build, device: int) -> Executable:
         def make_flat() -> Executable:
             self.counters.offset_variants += 1
-            _, module, about, flight = self._submit(build.program, device, is_flat=True)
-            return Executable(self.client, module, flight.result(), device, about, _refuse)
+            _, found, about, flight = self._submit(build.program, device, is_flat=True)
+            return Executable(self.client, found, flight.result(), device, about, _refuse)
 
-        _, module, about, flight = build
-        return Executable(self.client, module, flight.result(), device, about, make_flat if module.offsets else _refuse)
+        _, found, about, flight = build
+        return Executable(self.client, found, flight.result(), device, about, make_flat if found.offsets else _refuse)
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """An array with the contents of a contiguous CPU tensor, which nobody changes afterwards."""

@@ -18,13 +18,13 @@ from .guards import Guard, Outcome, recorded_at, unsettled
 from .host_calls import HostCall
 from .ladder import Ladder
 from .log import write
-from .lower import Module
 from .memory import show_bytes, wait_for_room
 from .observe import Called, Launched, Observer
 from .sequence import Sequence as Parts
 
 if TYPE_CHECKING:
     from .pjrt import Client
+    from .plans import Plan
 
 _HISTORY = 4096
 _MAX_IN_FLIGHT = 64  # launches per device that have not run
@@ -52,23 +52,23 @@ class Executable:
     def __init__(
         self,
         client: Client,
-        module: Module,
+        plan: Plan,
         loaded: Loaded,
         device: int,
         about: About,
         make_flat: Callable[[], Executable],
     ) -> None:
-        outputs = list(module.outputs) + ([((len(module.checks),), torch.bool)] if module.checks else [])
-        self.inputs = module.inputs
-        self.offsets = module.offsets
+        outputs = list(plan.outputs) + ([((len(plan.checks),), torch.bool)] if plan.checks else [])
+        self.inputs = plan.inputs
+        self.offsets = plan.offsets
         self.loaded = loaded
         self.about = about
         self.run = loaded.executable
         self.handlers = client.handlers(outputs, device)
-        self.checks = module.checks
-        self.kinds = tuple(dict.fromkeys(module.sources))  # the different sets of inputs and checks outputs depend on
+        self.checks = plan.checks
+        self.kinds = tuple(dict.fromkeys(plan.sources))  # the different sets of inputs and checks outputs depend on
         numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
-        self.kind_of = [numbers[sources] for sources in module.sources]
+        self.kind_of = [numbers[sources] for sources in plan.sources]
         self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
         self._make_flat = make_flat
         self._flat: Executable | None = None

@@ -6,20 +6,16 @@ others, the recorded results, the platform and, for an op that multiplies, the p
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import importlib
-import inspect
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torchtpu.compiler_cache import Key, Store
 
+from . import fingerprint
 from .calls import Entry, Lowerings, Parameter, describe_results, parameters
 from .counters import Counters
 from .region import Op
@@ -46,10 +42,11 @@ class Fragments:
         platform: str = "",
         watch: Callable[[], str] = lambda: "off",
     ) -> None:
-        self._watch = watch
+        self.watch = watch
         self._lowerings = lowerings
         self.platform = platform or client.lowering_platform
         self._tracer = Tracer(client, self.platform, lowerings.context)
+        self._tracing = (Tracer.__module__, type(client).__module__)
         self._store = store
         self._counters = counters
         self._lock = threading.Lock()  # held while fragments are added
@@ -62,26 +59,42 @@ class Fragments:
         except NotImplementedError as error:
             raise explained(op, error) from error
 
-    def find(self, ops: Sequence[Op]) -> list[tuple[Fragment, list[Parameter]]]:
-        """Each op's fragment and the arrays it is called with; an error while tracing names the op and its line."""
-        known, keys, arrays = self._known, [], []
-        watched = self._watch()
+    def describe(self, ops: Iterable[Op], watched: str) -> list[tuple[str, list[Parameter]]]:
+        """What decides each op's fragment, as text, and the arrays it is called with; an error names the op and its
+        line."""
         suffix = "" if watched == "off" else f" {watched}"
-        missing: dict[str, Op] = {}
+        found = []
         for op in ops:
             try:
-                arguments, found = parameters(op)
-                key = f"{op.name}({arguments})->({describe_results(op)}) {op.precision}{suffix}"
+                arguments, arrays = parameters(op)
+                found.append((f"{op.name}({arguments})->({describe_results(op)}) {op.precision}{suffix}", arrays))
             except TypeError as error:  # an element type that XLA does not have
                 raise explained(op, error) from error
-            keys.append(key)
-            arrays.append(found)
-            if key not in known:
-                missing[key] = op
+        return found
+
+    def sources(self, ops: Iterable[Op]) -> str | None:
+        """The lowerings that ops use, with their fingerprints; None where one may not be kept on disk."""
+        found = {}
+        for op in {op.name: op for op in ops}.values():
+            try:
+                entry = self._lowerings.entry(op.name, self.platform)
+            except Exception as error:
+                raise explained(op, error) from error
+            if not entry.persists:
+                return None
+            mark = "by element " if entry.maps else ""
+            found[entry.name] = mark + fingerprint.of_function(entry.function, self._lowerings.context)[:16]
+        return " ".join(f"{name}={found[name]}" for name in sorted(found))
+
+    def find(self, ops: Sequence[Op]) -> list[tuple[Fragment, list[Parameter]]]:
+        """Each op's fragment and the arrays it is called with; an error while tracing names the op and its line."""
+        watched = self.watch()
+        described = self.describe(ops, watched)
+        missing = {key: op for (key, _), op in zip(described, ops, strict=True) if key not in self._known}
         if missing:
             with self._lock:
                 self._add(missing, watched)
-        return [(known[key], found) for key, found in zip(keys, arrays, strict=True)]
+        return [(self._known[key], arrays) for key, arrays in described]
 
     def _add(self, missing: dict[str, Op], watched: str) -> None:
         waiting: list[tuple[str, Op, Entry]] = []
@@ -110,36 +123,13 @@ class Fragments:
                 self._store.put(self._disk_key(key, entry), _encode(fragment), {"op": op.name, "build_ms": build_ms})
 
     def _disk_key(self, key: str, entry: Entry) -> Key:
-        source = fingerprint(entry.function, self._lowerings.context)
-        return Key.of("fragment", {"op": key, "platform": self.platform, "fingerprint": source})
-
-
-@functools.cache
-def fingerprint(function: Callable[..., Any], context: Callable[..., Any]) -> str:
-    """Hash of everything that decides what a lowering traces to: its sources and the versions of torch and jax.
-
-    The sources are the module it stands in, the modules of that package which this one reaches, the context's, and
-    those that call it.
-    """
-    import jax
-
-    home = inspect.unwrap(function).__module__
-    package = home.rpartition(".")[0] or home
-    callers = (Tracer.__module__, parameters.__module__)
-    reached, waiting = {inspect.unwrap(context).__module__, *callers}, [home]
-    while waiting:
-        name = waiting.pop()
-        if name in reached:
-            continue
-        reached.add(name)
-        for value in vars(importlib.import_module(name)).values():
-            other = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
-            if isinstance(other, str) and other.startswith(package + "."):
-                waiting.append(other)
-    digest = hashlib.sha256(f"torch {torch.__version__} jax {jax.__version__}".encode())
-    for name in sorted(reached):
-        digest.update(inspect.getsource(importlib.import_module(name)).encode())
-    return digest.hexdigest()
+        parts = {
+            "op": key,
+            "platform": self.platform,
+            "lowering": fingerprint.of_function(entry.function, self._lowerings.context),
+            "tracing": fingerprint.of_modules(*self._tracing),
+        }
+        return Key.of("fragment", parts)
 
 
 def _encode(fragment: Fragment) -> bytes:

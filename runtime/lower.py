@@ -26,12 +26,16 @@ Aval = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What to raise where a device-side check fails; `sources` are the inputs that it depends on, a bit each."""
+    """What to raise where a device-side check fails; `sources` are the inputs that it depends on, a bit each.
+
+    `op` and `line` are those of the program's op number `place` (-1 for one element of an op).
+    """
 
     message: str
     error: type[Exception]
     op: str
     line: str
+    place: int
     sources: int
 
 
@@ -64,11 +68,13 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
 
 
 class _Call:
-    """An op, its fragment, the arrays it takes and makes, and the value that each of those is written into."""
+    """The program's op number `place`, or -1 for one element of an op: its fragment, the arrays it takes and makes, and
+    the value that each of those is written into."""
 
-    __slots__ = ("fragment", "made", "op", "parameters", "under")
+    __slots__ = ("fragment", "made", "op", "parameters", "place", "under")
 
-    def __init__(self, op: Op, fragment: Fragment, parameters: list[Parameter]) -> None:
+    def __init__(self, place: int, op: Op, fragment: Fragment, parameters: list[Parameter]) -> None:
+        self.place = place
         self.op = op
         self.fragment = fragment
         self.parameters = parameters
@@ -93,8 +99,9 @@ class _Call:
 def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
     """The ops whose results or checks are needed, in order."""
     ops = take_apart(program.ops, fragments.maps)
-    found = fragments.find(ops)
-    calls = [_Call(op, fragment, arrays) for op, (fragment, arrays) in zip(ops, found, strict=True)]
+    places = {id(op): place for place, op in enumerate(program.ops)}
+    found = zip(ops, fragments.find(ops), strict=True)
+    calls = [_Call(places.get(id(op), -1), op, *fragment) for op, fragment in found]
     needed: set[int | None] = set(program.outputs)
     live: list[_Call] = []
     for call in reversed(calls):
@@ -197,7 +204,7 @@ class _Writer:
         checked = 0
         for message, error in fragment.checks:
             checked |= 1 << len(self._program.inputs) + len(self._checks)
-            self._checks.append(Check(message, error, op.name, op.line, read))
+            self._checks.append(Check(message, error, op.name, op.line, call.place, read))
         if not call.made:
             self._asserted |= checked
         for target, forwarded, old in zip(call.made, fragment.forwards, call.kept(), strict=True):

@@ -81,9 +81,9 @@ class Client:
 
     # compile
 
-    def prepare(self, text: str) -> None:
-        """Readies what a program calls outside itself, before it is compiled or loaded."""
-        if self.platform == "cpu" and "lapack_" in text:
+    def load_lapack(self) -> None:
+        """Readies what a program that `calls_lapack` calls, before it is compiled or loaded."""
+        if self.platform == "cpu":
             _register_lapack()
 
     def compile(self, text: str, device: int) -> Any:
@@ -202,11 +202,17 @@ class Compiles(Protocol):
     def options(self, device: int) -> bytes: ...
 
 
-def key_of(text: str, client: Compiles, device: int = 0) -> Key:
-    """The key of a program's executable: of the client only what it compiles for counts, not whether it has chips."""
+def key_of(digest: str, client: Compiles) -> Key:
+    """The key of the executable of the program with this digest: of the client only what it compiles for counts, not
+    whether it has chips, nor which of its devices is used."""
     target = client.target
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split() if target.platform == "tpu" else ()
-    return program_key(text, target, options=client.options(device), flags=flags)
+    return program_key(digest, target, options=client.options(0), flags=flags)
+
+
+def calls_lapack(text: str) -> bool:
+    """Whether a program's text calls LAPACK, which only programs for platform cpu do."""
+    return "lapack_" in text
 
 
 def compile_options(device: Any, excess_precision: bool) -> Any:

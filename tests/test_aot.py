@@ -13,9 +13,9 @@ import pytest
 import torch
 from jax.errors import JaxRuntimeError
 
-from torchtpu.compiler_cache import Target, compiler_line
+from torchtpu.compiler_cache import Target, compiler_line, program_digest
 from torchtpu.runtime.chips import CHIPS, devices_of_host, find_chip
-from torchtpu.runtime.cost import cost_of, estimate
+from torchtpu.runtime.cost import _arrays, cost_of, estimate
 from torchtpu.runtime.pjrt import Client, key_of
 
 needs_libtpu = pytest.mark.skipif(
@@ -125,11 +125,11 @@ class WithChips(Chipless):
 
 def test_a_program_has_one_key_with_chips_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_use_enhanced_launch_barrier=true --a=1")  # jax adds the first
-    with_chips = key_of("module {}", WithChips())
+    with_chips = key_of(program_digest("module {}"), WithChips())
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--a=1")
-    assert key_of("module {}", Chipless()) == with_chips
+    assert key_of(program_digest("module {}"), Chipless()) == with_chips
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--a=2")
-    assert key_of("module {}", Chipless()) != with_chips
+    assert key_of(program_digest("module {}"), Chipless()) != with_chips
 
 
 @needs_libtpu
@@ -178,6 +178,7 @@ HLO = """HloModule jit_f, is_scheduled=true
 }
 
 %dear (r: f32[8]) -> f32[8] {
+  %r = f32[8]{0} parameter(0)
   %sorted = f32[8]{0} sort(%r), dimensions={0}, to_apply=%x
   ROOT %fusion.4 = f32[8]{0} fusion(%sorted), kind=kLoop, calls=%x, backend_config={"estimated_cycles":"20"}
 }
@@ -219,6 +220,34 @@ def test_a_module_that_cannot_be_read_costs_what_else_is_known() -> None:
 
 
 def test_cycles_count_loops_by_their_trips_and_name_what_they_leave_out() -> None:
-    cycles, gaps = estimate(HLO)
-    assert cycles == 7 * (100 + 2) + 20 + (10 + 3)
-    assert gaps == {"reshape": 1, "sort": 1, "while of unknown count": 1}
+    found = estimate(HLO)
+    assert found.cycles == 7 * (100 + 2) + 20 + (10 + 3)
+    assert found.gaps == {"reshape": 1, "sort": 1, "while of unknown count": 1}
+    assert found.unpriced_bytes == (32 + 32) + (32 + 32)  # the sort and the reshape
+
+
+@pytest.mark.parametrize(
+    ("types", "arrays"),
+    [
+        ("f32[2,4]{1,0:T(8,128)}", [32]),
+        ("(s32[], bf16[3]{0}, pred[5])", [4, 6, 5]),
+        ("c64[2]", [16]),
+        ("f8e4m3fn[7]", [7]),
+        ("u4[3]", [2]),
+        ("token[]", []),
+    ],
+)
+def test_types_have_their_bytes(types: str, arrays: list[int]) -> None:
+    assert _arrays(types) == arrays
+
+
+def test_a_transfer_is_charged_once_and_for_its_slice_only() -> None:
+    text = """HloModule jit_f
+
+ENTRY %main (arg: f32[8,4]) -> f32[2,4] {
+  %arg = f32[8,4]{1,0:T(8,128)} parameter(0)
+  %slice-start = ((f32[8,4]{1,0}), f32[2,4]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%arg), slice={[0:2], [0:4]}
+  ROOT %slice-done = f32[2,4]{1,0:T(8,128)S(1)} slice-done(%slice-start)
+}
+"""
+    assert estimate(text) == (0, 32, {"slice-start": 1})

@@ -26,6 +26,7 @@ from torchtpu.compiler_cache import (
     explain,
     fingerprint,
     host_cpu_features,
+    program_digest,
     program_key,
 )
 from torchtpu.compiler_cache.target import canonical_options
@@ -36,6 +37,10 @@ store = pytest.fixture(cache_support.store)
 CPU = Target("cpu", "cpu", "jaxlib 0.10.2 | cpu", host_features=("x86_64", "avx2", "fma"))
 TPU = Target("tpu", "TPU v5 lite", "jaxlib 0.10.2 | Built on a day cl/1", topology="2x2")
 PROGRAM = 'module @m {\n  func.func public @main() {\n    return loc("a.py":1:0)\n  }\n}\n'
+
+
+def key_of(program: str, target: Target, **how: Any) -> Key:
+    return program_key(program_digest(program), target, **how)
 
 
 # Keys
@@ -187,10 +192,10 @@ def test_options_that_change_code_are_in_the_key() -> None:
         overrides(("xla_tpu_a", False)),
         on_device(0, 1),
     ]
-    assert len({program_key(PROGRAM, TPU, options=one).digest for one in different}) == len(different)
+    assert len({key_of(PROGRAM, TPU, options=one).digest for one in different}) == len(different)
     orders = overrides(("xla_a", 1), ("xla_b", 2)), overrides(("xla_b", 2), ("xla_a", 1))
     assert canonical_options(orders[0]) == canonical_options(orders[1])
-    explained = explain(*(program_key(PROGRAM, TPU, options=one) for one in different[:2]))
+    explained = explain(*(key_of(PROGRAM, TPU, options=one) for one in different[:2]))
     assert explained == "options: 3.3.99=0 -> 3.3.99=1"
 
 
@@ -206,44 +211,44 @@ def test_what_are_no_options_is_a_value_error(serialized: bytes) -> None:
 def test_program_keys_do_not_change_between_versions() -> None:
     """A digest that changes here makes every stored program a miss: change it on purpose only."""
     assert (
-        program_key(PROGRAM, CPU, options=b"\x20\x01").digest
+        key_of(PROGRAM, CPU, options=b"\x20\x01").digest
         == "e9ff0703a8f690973a3fb5513f08965cb40f31e24ea198a93f7b712cf04e6ac8"
     )
     assert (
-        program_key(PROGRAM, TPU, options=b"\x20\x01", positions=(0, 1)).digest
+        key_of(PROGRAM, TPU, options=b"\x20\x01", positions=(0, 1)).digest
         == "87698002903575fbb8d71cd7be7607bd331d58386cb9d51df18b513b9aa66edd"
     )
 
 
 def test_a_tpus_key_does_not_depend_on_the_machine_that_compiles() -> None:
     for spoofed in (replace(TPU, host_features=("sse2",)), replace(TPU, host_features=("x86_64", "avx512f"))):
-        assert program_key(PROGRAM, spoofed) == program_key(PROGRAM, TPU)
-    assert program_key(PROGRAM, replace(CPU, host_features=("sse2",))) != program_key(PROGRAM, CPU)
-    assert program_key(PROGRAM, replace(CPU, host_features=("fma", "avx2", "x86_64"))) == program_key(PROGRAM, CPU)
+        assert key_of(PROGRAM, spoofed) == key_of(PROGRAM, TPU)
+    assert key_of(PROGRAM, replace(CPU, host_features=("sse2",))) != key_of(PROGRAM, CPU)
+    assert key_of(PROGRAM, replace(CPU, host_features=("fma", "avx2", "x86_64"))) == key_of(PROGRAM, CPU)
 
 
 def test_the_topology_counts_for_collectives_only() -> None:
     larger = replace(TPU, topology="4x4")
-    assert program_key(PROGRAM, larger) == program_key(PROGRAM, TPU)
-    assert program_key(PROGRAM, larger, positions=(0, 1)) != program_key(PROGRAM, TPU, positions=(0, 1))
-    assert program_key(PROGRAM, TPU, positions=(1, 0)) != program_key(PROGRAM, TPU, positions=(0, 1))
+    assert key_of(PROGRAM, larger) == key_of(PROGRAM, TPU)
+    assert key_of(PROGRAM, larger, positions=(0, 1)) != key_of(PROGRAM, TPU, positions=(0, 1))
+    assert key_of(PROGRAM, TPU, positions=(1, 0)) != key_of(PROGRAM, TPU, positions=(0, 1))
 
 
 @pytest.mark.parametrize("changed", ["device_kind", "compiler", "platform"])
 def test_each_field_of_a_target_counts(changed: str) -> None:
-    other = program_key(PROGRAM, replace(TPU, **{changed: "another"}))
-    assert [part.name for part in difference(program_key(PROGRAM, TPU), other)] == [changed]
+    other = key_of(PROGRAM, replace(TPU, **{changed: "another"}))
+    assert [part.name for part in difference(key_of(PROGRAM, TPU), other)] == [changed]
 
 
 def test_moving_the_source_changes_no_key_and_changing_the_program_does() -> None:
     moved = PROGRAM.replace('"a.py":1:0', '"models/b.py":70:3')
-    assert program_key(moved, TPU) == program_key(PROGRAM, TPU)
-    assert [part.name for part in difference(program_key(PROGRAM + "x", TPU), program_key(PROGRAM, TPU))] == ["program"]
+    assert key_of(moved, TPU) == key_of(PROGRAM, TPU)
+    assert [part.name for part in difference(key_of(PROGRAM + "x", TPU), key_of(PROGRAM, TPU))] == ["program"]
 
 
 def test_flags_count_by_what_the_compiler_takes() -> None:
     def with_flags(*flags: str) -> Key:
-        return program_key(PROGRAM, TPU, flags=flags)
+        return key_of(PROGRAM, TPU, flags=flags)
 
     assert with_flags("--a=1", "--b=2") == with_flags("--b=2", "--a=0", "", "--a=1")
     assert with_flags("--a=1", "--xla_dump_to=/tmp/x") == with_flags("--a=1")

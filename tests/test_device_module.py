@@ -20,8 +20,8 @@ EXPECTED = (
     "is_initialized ipc_collect cpu_fallback_counts"
 )
 PROMISED = (
-    "ops_recorded trie_hits trie_misses regions cuts programs_compiled fragment_traces cache_hits_memory "
-    "cache_hits_disk launches cpu_fallbacks live_buffers live_nodes bytes_uploaded bytes_downloaded"
+    "ops_recorded trie_hits trie_misses regions cuts programs_compiled plan_hits_disk fragment_traces "
+    "cache_hits_memory cache_hits_disk launches cpu_fallbacks live_buffers live_nodes bytes_uploaded bytes_downloaded"
 )
 
 

@@ -18,6 +18,7 @@ from record_support import Record
 
 from torchtpu.compiler_cache import DirectoryStore, Key
 from torchtpu.ops.registry import LOWERINGS, PLATFORM_LOWERINGS, Context, Lowering, jnp
+from torchtpu.runtime import plans
 from torchtpu.runtime.counters import Counters
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.hlo import ELEMENT
@@ -152,6 +153,10 @@ def compile_(engine: Engine, program: Program, device: int = 0) -> Any:
 
 def text_of(engine: Engine, program: Program) -> str:
     return lower(program, engine.fragments).text
+
+
+def plan_of(text: str) -> plans.Plan:
+    return plans.Plan(Key.of("program", {"text": text}), lambda: text, False, (), (), (), (), {})
 
 
 def run(
@@ -474,7 +479,7 @@ def test_equal_programs_compile_once_per_device(engine: Engine) -> None:
     assert engine.counters.programs_compiled == 2
 
 
-def test_a_second_process_finds_programs_and_fragments_on_disk(tmp_path: Any) -> None:
+def test_a_second_process_finds_plans_and_programs_on_disk(tmp_path: Any) -> None:
     with Record() as record:
         x = record.input(torch.randn(3, 3))
         i = record.input(torch.tensor([1]))
@@ -487,7 +492,7 @@ def test_a_second_process_finds_programs_and_fragments_on_disk(tmp_path: Any) ->
         engine.close()
     assert (counters[0].programs_compiled, counters[0].fragment_traces) == (1, 1)
     assert (counters[1].programs_compiled, counters[1].fragment_traces) == (0, 0)
-    assert (counters[1].cache_hits_disk, counters[1].fragment_hits_disk) == (1, 1)
+    assert (counters[1].cache_hits_disk, counters[1].plan_hits_disk, counters[1].fragment_hits_disk) == (1, 1, 0)
 
 
 def test_an_executable_that_does_not_load_is_compiled_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -623,7 +628,7 @@ def test_what_is_needed_now_is_compiled_first(engine: Engine, monkeypatch: Any) 
     jobs = (("first", True), ("later", False), ("now", True))
     flights = []
     for text, is_needed_now in jobs:
-        flights.append(engine.compiler.submit(text, Key.of("program", {"text": text}), 0, is_needed_now=is_needed_now))
+        flights.append(engine.compiler.submit(plan_of(text), 0, is_needed_now=is_needed_now))
         assert started.wait(30)
     go.set()
     for flight in flights:
@@ -640,7 +645,7 @@ def test_closing_drops_what_waits_to_be_compiled(engine: Engine, monkeypatch: An
         raise ValueError(text)
 
     monkeypatch.setattr(engine.client, "compile", compile_text)
-    running = engine.compiler.submit("a", Key.of("program", {"text": "a"}), 0)
+    running = engine.compiler.submit(plan_of("a"), 0)
     assert started.wait(30)
     with Record() as record:
         y = torch.neg(record.input(torch.zeros(2)))

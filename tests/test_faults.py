@@ -25,7 +25,7 @@ def line(offset: int = 0) -> str:
     return f"{__file__}:{sys._getframe(1).f_lineno + offset}"
 
 
-def refuse(*args: Any) -> Any:
+def refuse(*args: Any, **named: Any) -> Any:
     raise ValueError("refused by the test")
 
 
@@ -36,7 +36,7 @@ def host(*values: float) -> torch.Tensor:
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "compile": lambda patch: patch.setattr(startup.engine().compiler, "_load_or_compile", refuse),
-    "lower": lambda patch: patch.setattr(startup.engine().fragments, "find", refuse),
+    "lower": lambda patch: patch.setattr(startup.engine().plans, "find", refuse),
     "launch": lambda patch: patch.setattr(startup.engine().client, "execute", refuse),
 }
 

@@ -15,10 +15,10 @@ def snapshot() -> dict[str, Any]:
     """Counts since the start or `reset`.
 
     ops_recorded, trie_hits, trie_misses, trie_nodes, regions, cuts {reason: count}, live_buffers, live_nodes and queue
-    come from the recorder; programs_compiled, fragment_traces, cache_hits_memory, cache_hits_disk, launches,
-    bytes_uploaded, bytes_downloaded and their like from the engine; count_reads {op: count} from the ops whose results'
-    shapes depend on data; cpu_fallbacks {op: count} and bytes_fallback from the ops that ran on the CPU; collectives
-    {name: count}, bytes_collectives and collective_ms (what launches waited) from torch.distributed.
+    come from the recorder; programs_compiled, plan_hits_disk, fragment_traces, cache_hits_memory, cache_hits_disk,
+    launches, bytes_uploaded, bytes_downloaded and their like from the engine; count_reads {op: count} from the ops
+    whose results' shapes depend on data; cpu_fallbacks {op: count} and bytes_fallback from the ops that ran on the CPU;
+    collectives {name: count}, bytes_collectives and collective_ms (what launches waited) from torch.distributed.
     """
     return {
         **startup.engine_counters().snapshot(),

@@ -15,34 +15,33 @@ import torch
 
 from torchtpu import config, ops, startup
 from torchtpu.cli.pool import READY, Done
-from torchtpu.compiler_cache import DirectoryStore, Key, Store
+from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime.calls import Lowerings
 from torchtpu.runtime.counters import Counters
 from torchtpu.runtime.fragments import Fragments
-from torchtpu.runtime.lower import lower
 from torchtpu.runtime.manifest import Recorded, decode_recorded
-from torchtpu.runtime.pjrt import Client, key_of
+from torchtpu.runtime.pjrt import Client, Compiles
+from torchtpu.runtime.plans import Plan, Plans
 
 
 class Builder(Protocol):
-    """Compiles program texts for one target."""
+    """Compiles programs for one target."""
 
-    def key(self, text: str) -> Key: ...
-    def build(self, text: str) -> tuple[bytes, dict[str, Any]]: ...
+    @property
+    def client(self) -> Compiles: ...
+    def build(self, plan: Plan) -> tuple[bytes, dict[str, Any]]: ...
 
 
 class LocalBuilder:
     """Compiles for this machine."""
 
     def __init__(self, client: Client) -> None:
-        self._client = client
+        self.client = client
 
-    def key(self, text: str) -> Key:
-        return key_of(text, self._client)
-
-    def build(self, text: str) -> tuple[bytes, dict[str, Any]]:
-        self._client.prepare(text)
-        return self._client.serialize(self._client.compile(text, 0)), {}
+    def build(self, plan: Plan) -> tuple[bytes, dict[str, Any]]:
+        if plan.calls_lapack:
+            self.client.load_lapack()
+        return self.client.serialize(self.client.compile(plan.text(), 0)), {}
 
 
 class TpuBuilder:
@@ -51,13 +50,10 @@ class TpuBuilder:
     def __init__(self, target: str) -> None:
         from torchtpu.runtime.aot import AotClient
 
-        self._client = AotClient(target, excess_precision=config.get("excess_precision"))
+        self.client = AotClient(target, excess_precision=config.get("excess_precision"))
 
-    def key(self, text: str) -> Key:
-        return key_of(text, self._client)
-
-    def build(self, text: str) -> tuple[bytes, dict[str, Any]]:
-        built = self._client.compile(text)
+    def build(self, plan: Plan) -> tuple[bytes, dict[str, Any]]:
+        built = self.client.compile(plan.text())
         fields = built.cost._asdict()
         most = sorted(built.cost.gaps.items(), key=lambda item: (-item[1], item[0]))
         fields["gaps"] = ", ".join(f"{count} {opcode}" for opcode, count in most)
@@ -74,37 +70,37 @@ class Worker:
         table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: served.get(name, name), ops.Context)
         platform = "tpu" if target else client.lowering_platform
         self._builder: Builder = TpuBuilder(target) if target else LocalBuilder(client)
-        self._fragments = Fragments(table, client, store, Counters(), platform)
+        fragments = Fragments(table, client, store, Counters(), platform)
+        self._plans = Plans(fragments, self._builder.client, store, Counters())
         self._store = store
 
     def compile(self, recorded: Recorded) -> Done:
         """Compiles one program, or finds it compiled; an error is part of the answer."""
         digest = ""
         try:
-            module = lower(recorded.program, self._fragments, is_flat=recorded.is_flat)
-            key = self._builder.key(module.text)
-            digest = key.digest
-            return self._built(module.text, key, {"line": recorded.program.line, "ops": len(recorded.program.ops)})
+            plan = self._plans.find(recorded.program, is_flat=recorded.is_flat)
+            digest = plan.key.digest
+            return self._built(plan, {"line": recorded.program.line, "ops": len(recorded.program.ops)})
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is this program's line of the report
             return Done("failed", digest, error=f"{type(error).__name__}: {error}")
 
-    def _built(self, text: str, key: Key, note: dict[str, Any]) -> Done:
+    def _built(self, plan: Plan, note: dict[str, Any]) -> Done:
         started = time.perf_counter()
         is_built = False
 
         def build() -> bytes:
             nonlocal is_built
-            data, cost = self._builder.build(text)
+            data, cost = self._builder.build(plan)
             is_built = True
             note.update(cost, build_ms=round((time.perf_counter() - started) * 1e3, 3))
             return data
 
-        data = self._store.get_or_build(key, build, note)
+        data = self._store.get_or_build(plan.key, build, note)
         milliseconds = (time.perf_counter() - started) * 1e3
-        kept = self._store.find(key.kind, key.digest) if isinstance(self._store, DirectoryStore) else None
+        kept = self._store.find(plan.key.kind, plan.key.digest) if isinstance(self._store, DirectoryStore) else None
         told = note if kept is None else dict(kept.note)
         outcome = "compiled" if is_built else "hit"
-        return Done(outcome, key.digest, milliseconds, len(data), kept is not None, "", told)
+        return Done(outcome, plan.key.digest, milliseconds, len(data), kept is not None, "", told)
 
 
 def main(arguments: list[str], lines: TextIO) -> None:

@@ -1,0 +1,172 @@
+"""Plans: in comes a recorded program, out go its key and what its launches must know, from the store or by lowering it.
+
+With a plan from the store nothing is traced and no text is written, unless the program itself has to be compiled. The
+plan's key holds the op stream, the platform, and fingerprints of the lowerings that the ops use and of what writes the
+text; the plan holds the digest of the text, which the program's own key is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchtpu.compiler_cache import Key, Note, Store, program_digest
+
+from . import fingerprint
+from .calls import results_of
+from .counters import Counters
+from .fragments import Fragments
+from .lower import Aval, Check, Module, lower
+from .pjrt import calls_lapack, key_of
+from .region import Base, Lifted, Program
+from .views import Digit
+
+if TYPE_CHECKING:
+    from .calls import Parameter
+    from .pjrt import Compiles
+
+_EMISSION = (lower.__module__, key_of.__module__)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A program's key, its text when it is wanted, and what `lower.Module` says of a launch."""
+
+    key: Key
+    text: Callable[[], str]
+    calls_lapack: bool
+    inputs: tuple[Aval, ...]
+    outputs: tuple[Aval, ...]
+    checks: tuple[Check, ...]
+    sources: tuple[int, ...]
+    offsets: Mapping[int, frozenset[Digit]]
+
+
+class Plans:
+    """Finds or makes plans; `client` is what the programs are compiled for."""
+
+    def __init__(self, fragments: Fragments, client: Compiles, store: Store, counters: Counters) -> None:
+        self._fragments = fragments
+        self._client = client
+        self._store = store
+        self._counters = counters
+
+    def find(self, program: Program, *, is_flat: bool) -> Plan:
+        """The program's plan (`is_flat` as `lower` has it); raises what `lower` raises."""
+        started = time.perf_counter()
+        key = self._key(program, is_flat=is_flat) if self._store.keeps and self._is_usual() else None
+        stored = None if key is None else self._store.get(key)
+        if stored is not None:
+            self._counters.plan_hits_disk += 1
+            return self._decode(stored, program, is_flat=is_flat)
+        module = lower(program, self._fragments, is_flat=is_flat)
+        digest, has_lapack = program_digest(module.text), calls_lapack(module.text)
+        if key is not None and self._is_usual():
+            build_ms = round((time.perf_counter() - started) * 1e3, 3)
+            note: Note = {"line": program.line, "ops": len(program.ops), "build_ms": build_ms}
+            self._store.put(key, _encode(module, digest, has_lapack=has_lapack), note)
+        return Plan(
+            key_of(digest, self._client),
+            lambda: module.text,
+            has_lapack,
+            module.inputs,
+            module.outputs,
+            module.checks,
+            module.sources,
+            module.offsets,
+        )
+
+    def _is_usual(self) -> bool:
+        """Whether programs check no more than their ops do: what is only to find a NaN is not kept."""
+        return self._fragments.watch() == "off"
+
+    def _key(self, program: Program, *, is_flat: bool) -> Key | None:
+        """None where a lowering may not be kept on disk."""
+        lowerings = self._fragments.sources(program.ops)
+        if lowerings is None:
+            return None
+        described = self._fragments.describe(program.ops, "off")
+        parts: dict[str, str | bytes] = {
+            "stream": _stream(program, described, is_flat=is_flat),
+            "platform": self._fragments.platform,
+            "lowerings": lowerings,
+            "emission": fingerprint.of_modules(*_EMISSION),
+        }
+        return Key.of("plan", parts)
+
+    def _decode(self, data: bytes, program: Program, *, is_flat: bool) -> Plan:
+        fields = json.loads(data)
+        kinds = [int(kind, 16) for kind in fields["kinds"]]
+        return Plan(
+            key_of(fields["program"], self._client),
+            functools.cache(lambda: lower(program, self._fragments, is_flat=is_flat).text),
+            fields["calls_lapack"],
+            tuple((base.shape, base.dtype) for base in program.inputs),
+            _outputs(program),
+            tuple(_check(program, *check) for check in fields["checks"]),
+            tuple(kinds[kind] for kind in fields["sources"]),
+            {index: frozenset(Digit(*digit) for digit in digits) for index, digits in fields["offsets"]},
+        )
+
+
+def _stream(program: Program, described: list[tuple[str, list[Parameter]]], *, is_flat: bool) -> bytes:
+    """All of a program that decides its text: what decides each op's fragment, and which values go where, as what."""
+    lines = [repr((program.outputs, program.donated, program.floats, program.ints, is_flat))]
+    lines += map(_layout, program.inputs)
+    for op, (key, arrays) in zip(program.ops, described, strict=True):
+        words = [key]
+        for array in arrays:
+            if isinstance(array, Lifted):
+                words.append(f"{array.kind}{array.index}")
+            else:
+                words.append(f"{array.value} {_place(array)}")
+        for made in op.results:
+            words += [f"{m.value} {_place(m)}" for m in (made if type(made) is tuple else (made,)) if m is not None]
+        words += [f"{w.value} {_place(w)} in {w.arg} {w.element} {w.replaces}" for w in op.writes]
+        lines.append("|".join(words))
+    return "\n".join(lines).encode("utf-8", "surrogatepass")
+
+
+def _place(array: Any) -> str:
+    """Where a tensor lies in which memory; its shape and element type are in the op's key."""
+    return f"{array.strides} {getattr(array, 'offset', 0)} {_layout(array.base)}"
+
+
+def _layout(base: Base) -> str:
+    return f"{tuple(base.shape)} {base.dtype}"
+
+
+def _outputs(program: Program) -> tuple[Aval, ...]:
+    """The array of each of the program's outputs."""
+    bases = {~i: base for i, base in enumerate(program.inputs)}
+    for op in program.ops:
+        for made in results_of(op):
+            bases[made.value] = made.base
+    return tuple((bases[value].shape, bases[value].dtype) for value in program.outputs)
+
+
+def _encode(module: Module, digest: str, *, has_lapack: bool) -> bytes:
+    """What a program does not say itself; sets of inputs and checks as hexadecimal numbers, each once."""
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(module.sources))}
+    fields = {
+        "program": digest,
+        "calls_lapack": has_lapack,
+        "checks": [
+            (c.message, c.error.__module__, c.error.__qualname__, c.place, f"{c.sources:x}") for c in module.checks
+        ],
+        "kinds": [f"{kind:x}" for kind in kinds],
+        "sources": [kinds[sources] for sources in module.sources],
+        "offsets": [(index, sorted(digits)) for index, digits in sorted(module.offsets.items())],
+    }
+    return json.dumps(fields, separators=(",", ":")).encode("ascii")
+
+
+def _check(program: Program, message: str, module: str, name: str, place: int, sources: str) -> Check:
+    op = program.ops[place]
+    error = getattr(importlib.import_module(module), name)
+    return Check(message, error, op.name, op.line, place, int(sources, 16))
