@@ -9,6 +9,7 @@ import numpy as np
 WORKLOADS = {
     "w2": "MLP, AdamW",
     "w3": "GPT of 4 layers, AdamW",
+    "w4": "ResNet-18 on small images, SGD with momentum",
     "w8": "MLP, hand-written SGD with a new learning rate every step",
 }
 
@@ -16,8 +17,11 @@ WORKLOADS = {
 def batch(workload: str) -> tuple[np.ndarray, np.ndarray]:
     """The one batch a workload trains on."""
     random = np.random.default_rng(0)
-    if workload == "w3":
-        return random.integers(0, 1000, (8, 128)), random.integers(0, 1000, (8, 128))
+    if workload in ("w3", "gpt2"):
+        vocabulary, length = (1000, 128) if workload == "w3" else (50304, 1024)
+        return random.integers(0, vocabulary, (8, length)), random.integers(0, vocabulary, (8, length))
+    if workload == "w4":
+        return random.standard_normal((8, 3, 64, 64)).astype("float32"), random.integers(0, 100, 8)
     return random.standard_normal((64, 256)).astype("float32"), random.integers(0, 10, 64)
 
 
@@ -30,6 +34,11 @@ def parameter(name: str, shape: tuple[int, ...]) -> np.ndarray:
     scale = 0.02 if "embedding" in name else float(np.prod(shape[1:])) ** -0.5
     random = np.random.default_rng(zlib.crc32(name.encode()))
     return (random.standard_normal(shape) * scale).astype("float32")
+
+
+def tokens() -> tuple[np.ndarray, np.ndarray]:
+    """The one token of each sequence that a decode step takes, and its position."""
+    return np.random.default_rng(1).integers(0, 1000, (8, 1)), np.array([100])
 
 
 def learning_rate(step: int) -> float:

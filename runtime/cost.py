@@ -7,9 +7,10 @@ instruction by instruction, loops by their trip counts.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jax.errors import JaxRuntimeError
@@ -18,7 +19,8 @@ from .chips import Chip
 
 
 class Cost(NamedTuple):
-    """One launch. Sizes are bytes; `gaps` counts, by opcode, the instructions that the cycles leave out.
+    """One launch. Sizes are bytes; `gaps` counts, by opcode, the instructions that the cycles leave out, and
+    `unpriced_bytes` is what those read and write.
 
     Where jaxlib cannot read the compiled module there are no cycles, and the gap says so.
     """
@@ -33,6 +35,7 @@ class Cost(NamedTuple):
     device_bytes: int
     cycles: int
     seconds: float
+    unpriced_bytes: int
     gaps: Mapping[str, int]
 
     @property
@@ -49,9 +52,9 @@ def cost_of(executable: Any, chip: Chip) -> Cost:
     try:
         text = "\n".join(module.to_string() for module in executable.hlo_modules())
     except JaxRuntimeError:  # libtpu's modules may be newer than jaxlib; the executable is as good as any
-        cycles, gaps = 0, {"module that jaxlib cannot read": 1}
+        found = Estimate(0, 0, {"module that jaxlib cannot read": 1})
     else:
-        cycles, gaps = estimate(text)
+        found = estimate(text)
     return Cost(
         flops=max(0.0, totals.get("flops", 0.0)),
         bytes_accessed=max(0.0, totals.get("bytes accessed", 0.0)),
@@ -61,57 +64,94 @@ def cost_of(executable: Any, chip: Chip) -> Cost:
         temporary_bytes=memory.temp_size_in_bytes,
         code_bytes=memory.generated_code_size_in_bytes,
         device_bytes=chip.nbytes,
-        cycles=cycles,
-        seconds=cycles * chip.seconds_per_cycle,
-        gaps=gaps,
+        cycles=found.cycles,
+        seconds=found.cycles * chip.seconds_per_cycle,
+        unpriced_bytes=found.unpriced_bytes,
+        gaps=found.gaps,
     )
 
 
-def estimate(text: str) -> tuple[int, dict[str, int]]:
-    """The cycles that a compiled module's text estimates, and how many instructions of each opcode have none."""
+class Estimate(NamedTuple):
+    """What a compiled module's text says of one run; `gaps` counts by opcode the instructions without cycles."""
+
+    cycles: int
+    unpriced_bytes: int
+    gaps: Mapping[str, int]
+
+    def times(self, trips: int) -> Estimate:
+        """That of a loop's body; its instructions are counted once."""
+        return Estimate(trips * self.cycles, trips * self.unpriced_bytes, self.gaps)
+
+
+def estimate(text: str) -> Estimate:
+    """The sum over a module's text: loops by their trips, of a condition's branches the longest."""
     computations, entry = _computations(text)
+    nbytes = {found[1]: sum(_arrays(found[2])) for lines in computations.values() for found in _defined(lines)}
+
+    def priced(line: str, found: re.Match[str]) -> Estimate:
+        opcode = found[3]
+        own = _CYCLES.search(line)
+        if opcode == "while":
+            trips = _trips(line, computations)
+            unknown = [] if trips is not None else [Estimate(0, 0, {"while of unknown count": 1})]
+            return _sum([*unknown, *(walk(part).times(trips or 1) for part in _named(line, "body", "condition"))])
+        if opcode == "conditional":
+            return max(map(walk, _branches(line)), key=lambda part: part.cycles, default=_NOTHING)
+        if own is not None and int(own[1]) > 0:
+            return Estimate(int(own[1]), 0, {})
+        if opcode in ("call", "async-start"):
+            return _sum(map(walk, _named(line, "to_apply", "calls")))
+        if opcode in _FREE or _SCALAR.search(line):
+            return _NOTHING
+        if opcode.endswith("-start"):
+            # A transfer's result names its source again, of which it may take a slice, and a flag.
+            moved = min((n for n in _arrays(found[2]) if n > _FLAG_BYTES), default=0)
+        else:
+            moved = nbytes[found[1]] + sum(nbytes.get(name, 0) for name in _OPERAND.findall(found[4]))
+        return Estimate(0, moved, {opcode: 1})
 
     @functools.cache
-    def walk(name: str) -> tuple[int, Counter[str]]:
-        cycles, gaps = 0, Counter[str]()
-        for line in computations.get(name, ()):
-            found = _OPCODE.search(line)
-            opcode = found[1] if found else ""
-            own = _CYCLES.search(line)
-            if opcode == "while":
-                parts = [walk(part) for part in _named(line, "body", "condition")]
-                trips = _trips(line, computations)
-                if trips is None:
-                    gaps["while of unknown count"] += 1
-                cycles += (1 if trips is None else trips) * sum(part[0] for part in parts)
-                for _, missing in parts:
-                    gaps.update(missing)
-            elif opcode == "conditional":
-                parts = [walk(part) for part in _branches(line)]
-                worst = max(parts, key=lambda part: part[0], default=(0, Counter[str]()))
-                cycles += worst[0]
-                gaps.update(worst[1])
-            elif own is not None and int(own[1]) > 0:
-                cycles += int(own[1])
-            elif opcode in ("call", "async-start"):
-                for part in _named(line, "to_apply", "calls"):
-                    cycles += walk(part)[0]
-                    gaps.update(walk(part)[1])
-            elif opcode and opcode not in _FREE and not _SCALAR.search(line):
-                gaps[opcode] += 1
-        return cycles, gaps
+    def walk(name: str) -> Estimate:
+        return _sum(priced(found.string, found) for found in _defined(computations.get(name, ())))
 
-    cycles, gaps = walk(entry)
-    return cycles, dict(sorted(gaps.items()))
+    return walk(entry)
+
+
+_NOTHING = Estimate(0, 0, {})
+
+
+def _sum(parts: Iterable[Estimate]) -> Estimate:
+    cycles, unpriced_bytes, gaps = 0, 0, Counter[str]()
+    for part in parts:
+        cycles += part.cycles
+        unpriced_bytes += part.unpriced_bytes
+        gaps.update(part.gaps)
+    return Estimate(cycles, unpriced_bytes, dict(sorted(gaps.items())))
+
+
+def _defined(lines: Iterable[str]) -> Iterator[re.Match[str]]:
+    """Each instruction: its name, type, opcode and operands."""
+    return (found for line in lines if (found := _INSTRUCTION.match(line)))
+
+
+def _arrays(types: str) -> list[int]:
+    """The bytes of each array that a type has."""
+    return [
+        math.ceil(math.prod(int(n) for n in dims.split(",") if n) * int(bits or 8) / 8)
+        for bits, dims in _SHAPE.findall(types)
+    ]
 
 
 _NO_WORK = (
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier partition-id replica-id "
     "copy-done slice-done async-done async-update"
 )
+_FLAG_BYTES = 4
 _FREE = frozenset(_NO_WORK.split())
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
-_OPCODE = re.compile(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(")
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?[\]})]) ([a-z][a-z0-9-]*)\(([^)]*)")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_SHAPE = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _SCALAR = re.compile(r" = \w+\[\]")  # what makes one number costs next to nothing
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'known_trip_count":\{"n":"?(\d+)')

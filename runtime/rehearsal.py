@@ -6,7 +6,8 @@ is answered with zeros, or refused.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +16,15 @@ from .counters import Counters
 from .manifest import Journal, Outcome
 from .region import Base, Program
 
+_HISTORY = 4096
 _KEPT_BYTES = 1 << 20  # an upload this small is kept: reading it back is no guess
+
+
+class Rehearsed(NamedTuple):
+    """What a plan is given: the program's identity and the arrays it would make."""
+
+    identity: str
+    outputs: list[Base]
 
 
 class StandIn:
@@ -29,13 +38,17 @@ class StandIn:
 
 
 class Rehearsal:
-    """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise."""
+    """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise.
+
+    `history` has the identities of the last programs launched.
+    """
 
     def __init__(self, journal: Journal, counters: Counters, line: Any, *, answers: bool) -> None:
         self.counters = counters
         self._journal = journal
         self._line = line
         self._answers = answers
+        self.history: deque[str] = deque(maxlen=_HISTORY)
 
     def close(self) -> None:
         """Nothing runs here."""
@@ -46,12 +59,13 @@ class Rehearsal:
         identity = self._journal.program(program)
         self._journal.outcome(Outcome(identity, "recorded"))
         self.counters.regions_planned += 1
-        plan.ready(_outputs(program))
+        plan.ready(Rehearsed(identity, _outputs(program)))
 
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
         self.counters.launches += 1
-        work.done([StandIn(base) for base in work.executable], [])
+        self.history.append(work.executable.identity)
+        work.done([StandIn(base) for base in work.executable.outputs], [])
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """Describes the tensor; a small one is kept."""
