@@ -5,25 +5,33 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 STEPS = """
-import os, sys, torch
+import gc, os, sys, torch
 from torchtpu import metrics
-torch.manual_seed(0)
+{"": gc.enable, "off": gc.disable, "often": lambda: gc.set_threshold(1)}[os.environ.get("GC", "")]()
+torch.manual_seed(int(os.environ.get("SEED", "0")))
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 32 * steps
+    def __getitem__(self, i): return torch.randn(8), torch.randint(0, 4, ())
 lr, steps, every = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to("tpu")
 optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-for step in range(steps):
-    x, y = torch.randn(32, 8).to("tpu"), torch.randint(0, 4, (32,)).to("tpu")
+loader = torch.utils.data.DataLoader(Data(), 32, num_workers=int(os.environ.get("WORKERS", "0")))
+for step, (x, y) in enumerate(loader):
+    x, y = x.to("tpu"), y.to("tpu")
     loss = torch.nn.functional.cross_entropy(model(x), y)
     optimizer.zero_grad()
     loss.backward()
@@ -77,12 +85,65 @@ def test_what_was_warmed_is_not_compiled_again(folder: Path) -> None:
     assert first["hits"] == first["failed"] == first["not_stored"] == 0
     assert first["seconds_saved"] > 0
     assert all("train.py:" in region["line"] for region in first["regions"])
-    # Another learning rate, number of steps, log interval, seed of hashes, folder and worker count; nothing is written.
-    changed = {"PYTHONHASHSEED": "7", "TORCHTPU_CACHE": "read", "TORCHTPU_NUM_COMPILE_THREADS": "3"}
-    assert train(folder, 0.02, 9, 4, **changed) == "steps 9 compiled 0 traced 0"
+    # Another learning rate, number of steps, log interval, seed, order of hashes, garbage collection, folder and number
+    # of workers; nothing is written.
+    changed = {"PYTHONHASHSEED": "7", "TORCHTPU_NUM_COMPILE_THREADS": "3", "SEED": "5", "GC": "off", "WORKERS": "2"}
+    assert train(folder, 0.02, 9, 4, TORCHTPU_CACHE="read", **changed) == "steps 9 compiled 0 traced 0"
+    changed = {"PYTHONHASHSEED": "0", "SEED": "6", "GC": "often"}
+    assert train(folder, 0.5, 4, 1, TORCHTPU_CACHE="read", **changed) == "steps 4 compiled 0 traced 0"
     second = warm(folder, "--", *script(0.1, 5, 2))
     assert second["compiled"] == 0
     assert second["hits"] == second["programs"] == first["programs"]
+
+
+def test_comments_and_the_place_of_a_models_code_change_no_key(folder: Path) -> None:
+    warm(folder, "--", *script(0.1, 3, 1))
+    text = (folder / "train.py").read_text()
+    model = next(line for line in text.splitlines() if line.startswith("model = "))
+    (folder / "elsewhere.py").write_text(f"# A comment.\n\n\nimport torch\n{model}\n")
+    (folder / "train.py").write_text(text.replace(model, "# Another one.\n\nfrom elsewhere import model"))
+    assert train(folder, 0.1, 3, 1, TORCHTPU_CACHE="read") == "steps 3 compiled 0 traced 0"
+    (folder / "elsewhere.py").write_text(f"import torch\n{model.replace('16', '24')}\n")
+    assert train(folder, 0.1, 3, 1, TORCHTPU_CACHE="read") != "steps 3 compiled 0 traced 0"
+
+
+_OTHER_USER = 54321
+
+
+@pytest.fixture
+def other_folder() -> Iterator[Path]:
+    """Another user's, in a place that this user may reach."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user takes root")
+    path = Path(tempfile.mkdtemp())
+    (path / "cache").mkdir(0o700)
+    for made in (path, path / "cache"):
+        os.chown(made, _OTHER_USER, _OTHER_USER)
+    yield path
+    shutil.rmtree(path)
+
+
+def test_a_bundle_serves_another_user_at_another_path(folder: Path, other_folder: Path) -> None:
+    warm(folder, "--", *script(0.1, 3, 1))
+    assert torchtpu(folder, "cache", "export", str(other_folder / "bundle")).returncode == 0
+    shutil.copy(folder / "train.py", other_folder)
+    for file in ("bundle", "train.py"):
+        (other_folder / file).chmod(0o644)
+
+    def run(*words: str, **more: str) -> str:
+        command = [sys.executable, *words]
+        where = environment(other_folder, HOME=str(other_folder), **more)
+        done = subprocess.run(
+            command, cwd=other_folder, env=where, user=_OTHER_USER, group=_OTHER_USER, extra_groups=[],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if "PermissionError" in done.stderr or "No module named" in done.stderr:
+            pytest.skip("other users cannot read this checkout")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    assert "0 refused" in run("-m", "torchtpu.cli", "cache", "import", "bundle", "--trust")
+    assert run("train.py", "0.1", "3", "1", TORCHTPU_CACHE="read") == "steps 3 compiled 0 traced 0"
 
 
 def test_steps_end_the_command(folder: Path) -> None:
@@ -184,7 +245,7 @@ def test_stand_ins_answer_reads_and_are_told(folder: Path) -> None:
     report = warm(folder, "--reads", "standin", "--", *script(0.1, 5, 2))
     assert report["compiled"] == report["programs"] > 0
     (line,) = report["stand_in_reads"]
-    assert line.endswith("train.py:15")
+    assert line.endswith("train.py:20")
     assert any(region["guessed_since"] == line for region in report["regions"])
     assert report["regions"][0]["guessed_since"] is None
     assert train(folder, TORCHTPU_CACHE="read") == "steps 5 compiled 0 traced 0"
@@ -194,7 +255,7 @@ def test_reads_can_be_refused(folder: Path) -> None:
     done = torchtpu(folder, "warm", "--reads", "error", "--", *script(0.1, 5, 2))
     assert done.returncode == 1
     assert "a result of the device is read at" in done.stderr
-    assert "train.py:15" in done.stderr
+    assert "train.py:20" in done.stderr
 
 
 @pytest.fixture
@@ -265,6 +326,46 @@ def test_under_a_target_the_device_answers_as_the_target(folder: Path) -> None:
         check=False,
     )
     assert done.stdout == "[3.0, 3.0]\n", done.stderr
+
+
+@pytest.mark.full
+def test_processes_that_start_together_compile_each_program_once(folder: Path) -> None:
+    command = [sys.executable, str(folder / "train.py"), "0.1", "5", "2"]
+    where = environment(folder, TORCHTPU_NUM_COMPILE_THREADS="2")
+    processes = [subprocess.Popen(command, env=where, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    last = [process.communicate()[0].splitlines()[-1] for process in processes]
+    compiled = [int(re.fullmatch(r"steps 5 compiled (\d+) traced \d+", line)[1]) for line in last]  # type: ignore[index]
+    listed = json.loads(torchtpu(folder, "cache", "ls", "--json").stdout)
+    assert sum(compiled) == len(listed) > 0
+
+
+EXAMPLE = [
+    str(Path(__file__).parents[1] / "examples" / "train_gpt.py"),
+    "--steps",
+    "3",
+    "--layers",
+    "2",
+    "--sample",
+    "3",
+]
+COUNT = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+from torchtpu import metrics
+counts = metrics.snapshot()
+print("compiled", counts["programs_compiled"], "traced", counts["fragment_traces"])
+"""
+
+
+@pytest.mark.full
+def test_the_example_compiles_nothing_once_it_was_warmed(folder: Path) -> None:
+    report = warm(folder, "--", sys.executable, *EXAMPLE)
+    assert report["compiled"] == report["programs"] > 0
+    command = [sys.executable, "-c", COUNT, *EXAMPLE]
+    where = environment(folder, TORCHTPU_CACHE="read")
+    done = subprocess.run(command, cwd="/", env=where, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "compiled 0 traced 0"
 
 
 @pytest.mark.full
