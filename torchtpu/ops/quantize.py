@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import jnp, lowering, opmath
+from torchtpu.ops.registry import composed, jnp, lowering, opmath
 
 
 def _fake_quantize(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> tuple[Any, Any, Any]:
@@ -52,6 +52,11 @@ def fake_quantize_per_tensor_qparams(self, scale, zero_point, fake_quant_enabled
 def fake_quantize_per_channel(self, scale, zero_point, axis, quant_min, quant_max):
     scale, zero_point = (_along(v, axis, self.ndim) for v in (scale, zero_point))
     return _fake_quantize(self, scale, zero_point, quant_min, quant_max)[:2]
+
+
+@composed("dequantize.self")
+def dequantize(self: torch.Tensor) -> torch.Tensor:
+    return self.float()
 
 
 def _rounded(zero_point: Any, low: int, high: int) -> Any:

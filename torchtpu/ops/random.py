@@ -184,7 +184,7 @@ def geometric(self, p, *, generator, ctx):
 
 
 def _integers(generator: Any, shape: tuple[int, ...], low: int, span: int) -> Any:
-    """Integers in [low, low + span), modulo a number of bits that keeps the bias below 2**-4 of 2**-32."""
+    """Integers in [low, low + span): remainders, like PyTorch's, so that small ones are likelier by span / 2**64."""
     if span == 1 << 64:
         return lax.bitcast_convert_type(bits(generator, shape, 64), jnp.int64)
     if span < 1 << 16:

@@ -21,6 +21,7 @@ def _refusal(message: str) -> Callable[..., Any]:
 
 
 _refuse(
+    "_spdiags",
     "_to_sparse",
     "_to_sparse.sparse_dim",
     "_to_sparse_bsc",
