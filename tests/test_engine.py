@@ -539,7 +539,7 @@ def test_the_launch_log_is_one_line_with_all_fields(capsys: pytest.CaptureFixtur
     first, second = capsys.readouterr().err.splitlines()
     fields = (
         r"tpu:0 region [0-9a-f]{8} \| 1 ops 1 in 1 out 0 donated \| cut: read \(test.py:9\) \| %s \| "
-        r"run \d+\.\d ms \| peak 800 B"
+        r"run \d+\.\d+ ms \| peak 800 B"
     )
     assert re.fullmatch(fields % r"miss compile \d+ ms", first)
     assert re.fullmatch(fields % r"hit \(trie\)", second)
