@@ -122,9 +122,11 @@ def results_of(op: Op) -> list[Result | Write]:
             made.append(result)
         elif type(result) is tuple:
             made += [r for r in result if r is not None]
-    arguments = schema_of(op.name).arguments if len(op.writes) > 1 else ()
-    made += sorted(op.writes, key=lambda write: not arguments[write.arg].is_out) if arguments else op.writes
-    return made
+    writes = list(op.writes)
+    if len(writes) > 1:
+        arguments = schema_of(op.name).arguments
+        writes.sort(key=lambda write: not arguments[write.arg].is_out)
+    return made + writes
 
 
 def bind(schema: torch.FunctionSchema, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
