@@ -21,6 +21,7 @@ from torchtpu.compiler_cache import Target, compiler_line
 
 from .chips import find_chip
 from .cost import Cost, cost_of
+from .fleet import Homes
 from .pjrt import compile_options
 
 # What jax adds on a machine with chips; a program compiled without it would not be the one compiled there.
@@ -67,8 +68,7 @@ class AotClient:
             raise ValueError(f"{target}: {str(error).partition(chr(10))[0]}") from error
         self.devices: list[Any] = list(described._make_compile_only_devices())
         self._client = self.devices[0].client
-        self._devices = xla_client.DeviceList((self.devices[0],))
-        self._options = compile_options(self.devices[0], excess_precision)
+        self._excess_precision = excess_precision
 
     @functools.cached_property
     def target(self) -> Target:
@@ -76,13 +76,18 @@ class AotClient:
         line = compiler_line(jaxlib.__version__, self._client.platform_version)
         return Target("tpu", self.devices[0].device_kind, line, topology=self.topology)
 
-    def options(self, device: int) -> bytes:
+    def options(self, device: int, homes: Homes = ()) -> bytes:
         """The compile options, serialized."""
-        data: bytes = self._options.SerializeAsString()
+        data: bytes = self._options_for(homes).SerializeAsString()
         return data
 
-    def compile(self, text: str) -> Built:
-        """Compiles a StableHLO module for one device; raises what the compiler raises."""
+    def compile(self, text: str, homes: Homes = ()) -> Built:
+        """Compiles a StableHLO module for one device, or a replica of it for each of `homes`; raises what the compiler
+        raises."""
+        devices = xla_client.DeviceList(tuple(d for d in self.devices if d.id in (homes or (self.devices[0].id,))))
         with mlir.make_ir_context():
-            executable = self._client.compile(ir.Module.parse(text), self._devices, self._options)
+            executable = self._client.compile(ir.Module.parse(text), devices, self._options_for(homes))
         return Built(executable.serialize(), cost_of(executable, self.chip))
+
+    def _options_for(self, homes: Homes) -> Any:
+        return compile_options(homes or (self.devices[0].id,), self._excess_precision)

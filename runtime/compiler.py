@@ -154,11 +154,11 @@ class Compiler:
             self._client.load_lapack()
         if not self._store.keeps:
             self._counters.cache_misses += 1
-            return self._compile(plan.text(), device)
+            return self._compile(plan, device)
         built: list[Loaded] = []
 
         def build() -> bytes:
-            built.append(self._compile(plan.text(), device))
+            built.append(self._compile(plan, device))
             return self._client.serialize(built[0].executable)
 
         started = time.perf_counter()
@@ -167,20 +167,20 @@ class Compiler:
             self._counters.cache_misses += 1
             return built[0]
         try:
-            executable = self._client.deserialize(data, device)
+            executable = self._client.deserialize(data, device, plan.homes)
         except Exception as error:  # noqa: BLE001 -- whatever the loader dislikes is a miss
             self._counters.cache_load_failures += 1
             self._store.discard(plan.key, f"{type(error).__name__}: {error}")
             self._store.get_or_build(plan.key, build, note)
-            return built[0] if built else self._compile(plan.text(), device)
+            return built[0] if built else self._compile(plan, device)
         self._counters.cache_hits_disk += 1
         milliseconds = (time.perf_counter() - started) * 1e3
         self._counters.load_ms += milliseconds
         return Loaded(executable, *self._client.memory(executable), "disk", milliseconds)
 
-    def _compile(self, text: str, device: int) -> Loaded:
+    def _compile(self, plan: Plan, device: int) -> Loaded:
         started = time.perf_counter()
-        executable = self._client.compile(text, device)
+        executable = self._client.compile(plan.text(), device, plan.homes)
         milliseconds = (time.perf_counter() - started) * 1e3
         self._counters.programs_compiled += 1
         self._counters.compile_ms += milliseconds

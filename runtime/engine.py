@@ -18,14 +18,17 @@ import torch
 from torchtpu.compiler_cache import Note, NullStore, Store
 
 from . import log
+from .alike import IsStructural
 from .calls import Entry, Lowerings, full_name, results_of
 from .clusters import find_clusters
 from .compiler import Compiler, Loaded
 from .counters import Counters
 from .executor import About, Executable, Executor
+from .fleet import Fleet
 from .fragments import Fragments
 from .guards import Guard, recorded_at
-from .host_calls import HostCall, HostOp
+from .joint import Collectives
+from .joints import Joints
 from .ladder import Ladder
 from .manifest import Journal, Outcome
 from .memory import show_bytes
@@ -50,7 +53,7 @@ class Engine:
     lowerings ask; `knob` gives the settings log, memory_limit, debug_nans and num_compile_threads; `release` lets
     go of arrays that nobody holds any more. A `journal` hears of every program and of what became of it; `observers`,
     a list that may change, hear of each program and launch.
-    `host_ops` are ops that run on the host in launch order, each in a region of its own.
+    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means.
     """
 
     def __init__(
@@ -68,11 +71,13 @@ class Engine:
         release: Callable[[], Any] = lambda: None,
         journal: Journal | None = None,
         observers: Sequence[Observer] = (),
-        host_ops: Mapping[str, HostOp] | None = None,
+        collectives: Collectives | None = None,
+        is_structural: IsStructural = lambda *_: False,
+        fleet: Fleet | None = None,
     ) -> None:
         self._observers = observers
         self.counters = counters
-        self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"))
+        self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"), fleet=fleet)
         self._knob = knob
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
@@ -81,7 +86,9 @@ class Engine:
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
         self.compiler = Compiler(self.client, store, counters, threads)
         self._journal = journal
-        self._host_ops = host_ops or {}
+        self._joints = collectives and Joints(
+            self.client, self.plans, self.compiler, collectives, is_structural, self._built, _about, observers
+        )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         self._executor = Executor(self.client, counters, knob, release, observers)
         self.history = self._executor.history
@@ -90,6 +97,7 @@ class Engine:
     def close(self) -> None:
         """Ends the compile threads: what is queued is dropped, what is compiling is waited for, not for ever."""
         self.compiler.close()
+        self.client.close()
 
     def plan(self, plan: Any) -> None:
         """Lowers the plan's program here and compiles it in a worker, which then tells the plan."""
@@ -97,8 +105,9 @@ class Engine:
             program, device = plan.program, plan.device
             if "cluster" in self._knob("log"):
                 log.write(str(program))
-            if program.ops[-1].name in self._host_ops:
-                plan.ready(HostCall(self.client, program, device, self._host_ops[program.ops[-1].name]))
+            joint = self._joints.executable(program, device) if self._joints else None
+            if joint is not None:
+                plan.ready(joint)
                 return
             clusters = find_clusters(program, self.fragments)
             programs = [part.program for part in clusters.parts] if clusters else [program]
@@ -130,6 +139,10 @@ class Engine:
                 plan.ready(made[id(program)])
 
         _when_all([build.flight for build in builds.values()], tell)
+
+    def _built(self, program: Program, device: int) -> Executable:
+        """The program's executable, now."""
+        return self._executable(self._submit(program, device, is_flat=False), device)
 
     def _ladder(self, parts: Parts, program: Program, device: int, hot: int) -> Ladder:
         """The region's forms: its clusters, and the whole program once it is hot."""
@@ -163,8 +176,7 @@ class Engine:
         self.counters.lower_ms += (time.perf_counter() - started) * 1e3
         if "stablehlo" in self._knob("log"):
             log.write(found.text())
-        lines = tuple(dict.fromkeys(op.line for op in program.ops))
-        about = About(found.key.digest, program.line, lines, len(program.ops), len(program.donated), _largest(program))
+        about = _about(program, found)
         note: Note = {"line": program.line, "ops": len(program.ops)}
         flight = self.compiler.submit(found, device, note, is_needed_now=is_needed_now)
         if self._journal is not None:
@@ -247,6 +259,11 @@ def _when_all(flights: Collection[Future[Loaded]], then: Callable[[], None]) -> 
 
 def _refuse() -> Executable:
     raise AssertionError("a program without run-time offsets has no variant for them")
+
+
+def _about(program: Program, plan: Plan) -> About:
+    lines = tuple(dict.fromkeys(op.line for op in program.ops))
+    return About(plan.key.digest, program.line, lines, len(program.ops), len(program.donated), _largest(program))
 
 
 def _largest(program: Program) -> str:

@@ -16,11 +16,13 @@ from .compiler import Loaded
 from .counters import Counters
 from .guards import Guard, Outcome, recorded_at, unsettled
 from .host_calls import HostCall
+from .joint import Joint
 from .ladder import Ladder
 from .log import write
 from .memory import show_bytes, wait_for_room
 from .observe import Called, Launched, Observer
 from .sequence import Sequence as Parts
+from .views import fits
 
 if TYPE_CHECKING:
     from .pjrt import Client
@@ -75,13 +77,10 @@ class Executable:
 
     def at(self, ints: list[int]) -> Executable:
         """The program for these run-time ints: this one, or the one that takes nothing for granted of offsets."""
-        for index, digits in self.offsets.items():
-            offset = ints[index]
-            for weight, size, limit in digits:
-                if offset // weight % size > limit:
-                    self._flat = self._flat or self._make_flat()
-                    return self._flat
-        return self
+        if fits(self.offsets, ints):
+            return self
+        self._flat = self._flat or self._make_flat()
+        return self._flat
 
     @property
     def needed_bytes(self) -> int:
@@ -133,6 +132,8 @@ class Executor:
             return executable.run(work, self.launch)
         if isinstance(executable, Ladder):
             return executable.run(work, self.launch, self._wait_until_idle)
+        if isinstance(executable, Joint):
+            return self._meet(work, executable)
         try:
             if executable.offsets:
                 executable = executable.at(work.ints.tolist())
@@ -147,8 +148,6 @@ class Executor:
     def _call(self, work: Any) -> None:
         """Runs a host call, whose outputs depend on all its inputs."""
         try:
-            for error, _ in work.errors():
-                return work.failed(error)
             self._counters.host_calls += 1
             started = time.perf_counter()
             outputs = work.executable.run(work)
@@ -161,6 +160,18 @@ class Executor:
             _forget_frames(error)
             work.failed(error)
 
+    def _meet(self, work: Any, joint: Joint) -> None:
+        """Launches a region together with the other ranks, or its parts in turn."""
+        try:
+            agreed = joint.agreed(work)
+            if agreed is None:
+                return joint.parts.run(work, self.launch)
+            executable, given = agreed
+            self._run(given, executable, 0, functools.partial(joint.launch, work))
+        except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
+            _forget_frames(error)
+            work.failed(error)
+
     def _spoil(self, work: Any, executable: Executable, errors: list[tuple[Any, int]], spoiled: int) -> bool:
         """Fails the outputs that depend on failed inputs; whether there is anything else to compute."""
         first = [next((error for error, inputs in errors if inputs & kind), None) for kind in executable.kinds]
@@ -169,7 +180,13 @@ class Executor:
                 work.spoil(k, first[kind])
         return None in first or any(not check.sources & spoiled for check in executable.checks)
 
-    def _run(self, work: Any, executable: Executable, spoiled: int) -> None:
+    def _run(
+        self,
+        work: Any,
+        executable: Executable,
+        spoiled: int,
+        together: Callable[[Callable[[], tuple[list[Any], Any]]], tuple[list[Any], Any]] | None = None,
+    ) -> None:
         client, device = self._client, work.device
         arguments = work.inputs()
         for i, (shape, dtype) in enumerate(executable.inputs if spoiled else ()):
@@ -185,7 +202,11 @@ class Executor:
             self._wait_for_room(limit, executable, device)
         doubts = unsettled(work.guards())
         started = time.perf_counter()
-        outputs, token = client.execute(executable.run, arguments, executable.handlers)
+        if together is None:
+            outputs, token = client.execute(executable.run, arguments, executable.handlers)
+        else:
+            execute = functools.partial(client.execute_together, executable.run, arguments, executable.handlers)
+            outputs, token = together(execute)
         self._track(device, token)
         self._counters.launches += 1
         outcome = None

@@ -20,30 +20,39 @@ HostOp = Callable[..., torch.Tensor]  # gets the op's arguments, tensors on the 
 
 
 class HostCall:
-    """What a plan is given whose only op runs on the host."""
+    """What a plan is given whose only op runs on the host; `skip` hears, instead of `function`, of an argument that
+    failed."""
 
-    def __init__(self, client: Client, program: Program, device: int, function: HostOp) -> None:
+    def __init__(
+        self,
+        client: Client,
+        program: Program,
+        device: int,
+        function: HostOp,
+        skip: Callable[..., None],
+    ) -> None:
         assert len(program.ops) == 1, f"{program.ops[-1].name} is recorded with other ops in its region"
         self._client = client
         self.op = program.ops[0]
         self._device = device
         self._function = function
+        self._skip = skip
         self._result = _result_of(self.op)
 
     def run(self, work: Any) -> list[Any]:
-        """Runs the op now; waits for its arguments. Raises what the op raises."""
+        """Runs the op now; waits for its arguments. Raises what the op raises, or what an argument failed with."""
+        for error, _ in work.errors():
+            self._skip(error, *[None if type(a) is Operand else self._value(a, [], work) for a in self.op.args])
+            raise error
         inputs = work.inputs()
-        made = self._function(*[self._value(argument, inputs, work.ints) for argument in self.op.args])
+        made = self._function(*[self._value(argument, inputs, work) for argument in self.op.args])
         assert made.shape == self._result.sizes and made.dtype == self._result.dtype, f"a wrong {self.op.name}"
         return [self._client.upload(made.reshape(self._result.base.shape), self._device)]
 
-    def _value(self, argument: Any, inputs: list[Any], ints: torch.Tensor | None) -> Any:
+    def _value(self, argument: Any, inputs: list[Any], work: Any) -> Any:
         if isinstance(argument, Operand):
             return self._tensor(argument, inputs)
-        if isinstance(argument, Lifted):
-            assert ints is not None and argument.kind == "i", "a host op takes run-time ints only"
-            return int(ints[argument.index])
-        return argument
+        return number_of(argument, work) if isinstance(argument, Lifted) else argument
 
     def _tensor(self, operand: Operand, inputs: list[Any]) -> torch.Tensor:
         if operand.value is None:  # never written: any value will do
@@ -51,6 +60,14 @@ class HostCall:
         assert isinstance(operand.offset, int), "a host op takes tensors that begin their storage"
         flat = self._client.download(inputs[~operand.value]).view(-1).view(operand.dtype)
         return flat.as_strided(operand.sizes, operand.strides, operand.offset)
+
+
+def number_of(lifted: Lifted | float, work: Any) -> float | int:
+    """What a launch gives for a run-time number."""
+    if not isinstance(lifted, Lifted):
+        return lifted
+    number: float | int = (work.floats if lifted.kind == "f" else work.ints)[lifted.index].item()
+    return number
 
 
 def _result_of(op: Op) -> Result:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,17 +26,29 @@ from jaxlib import _jax, xla_client
 
 from torchtpu.compiler_cache import Key, Target, compiler_line, host_cpu_features, program_key
 
+from .fleet import Board, Fleet, Homes
+
 Aval = tuple[tuple[int, ...], torch.dtype]
 
 _POLL_SECONDS = 1e-3
 
 
 class Client:
-    """One PJRT client and its devices, numbered from 0."""
+    """One PJRT client and its devices, numbered from 0.
 
-    def __init__(self, platform: str, num_devices: int = 1, *, excess_precision: bool = False) -> None:
+    With a `fleet` the others' devices are known too: programs may be compiled for several of them, by their `home`s.
+    Making the client then waits for the others to make theirs.
+    """
+
+    def __init__(
+        self, platform: str, num_devices: int = 1, *, excess_precision: bool = False, fleet: Fleet | None = None
+    ) -> None:
         self.platform = platform
-        if platform == "cpu":
+        self._coordinator: _Coordinator | None = None
+        self._connected: set[Any] = set()  # executables whose collectives have met those of the other processes
+        if platform == "cpu" and fleet is not None:
+            self._coordinator, self._client = _make_fleet_client(fleet)
+        elif platform == "cpu":
             self._client = xla_client.make_cpu_client(asynchronous=True, num_devices=num_devices)
         else:
             self._client = jax.extend.backend.get_backend(platform)
@@ -43,7 +56,13 @@ class Client:
         # A rank that has one chip of several may call it by any index.
         self.devices: list[Any] = [found[i % len(found)] for i in range(max(num_devices, len(found)))]
         self._shardings = [SingleDeviceSharding(d) for d in self.devices]
-        self._options = [compile_options(d, excess_precision) for d in self.devices]
+        self._excess_precision = excess_precision
+        self._options = [compile_options((d.id,), excess_precision) for d in self.devices]
+
+    def close(self) -> None:
+        """Leaves the fleet."""
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     @property
     def lowering_platform(self) -> str:
@@ -56,10 +75,14 @@ class Client:
         line = compiler_line(jaxlib.__version__, self._client.platform_version)
         return Target(self.lowering_platform, self.devices[0].device_kind, line, host_features=host_cpu_features())
 
-    def options(self, device: int) -> bytes:
-        """The compile options for a device, serialized."""
-        data: bytes = self._options[device].SerializeAsString()
+    def options(self, device: int, homes: Homes = ()) -> bytes:
+        """The compile options for a device, or for all of `homes`, serialized."""
+        data: bytes = self._options_for(device, homes).SerializeAsString()
         return data
+
+    def home(self, device: int) -> int:
+        """What the device is called among those of all processes."""
+        return int(self.devices[device].id)
 
     def memory_bytes(self, device: int) -> int:
         """The bytes a device has; 0 where the platform does not say."""
@@ -86,18 +109,20 @@ class Client:
         if self.platform == "cpu":
             _register_lapack()
 
-    def compile(self, text: str, device: int) -> Any:
-        """Compiles a StableHLO module for one device; raises what XLA raises. The GIL is released meanwhile."""
-        return self._client.compile_and_load(text, self._device_list(device), self._options[device])
+    def compile(self, text: str, device: int, homes: Homes = ()) -> Any:
+        """Compiles a StableHLO module for one device, or for it and its like at all `homes`, which will launch it
+        together; raises what XLA raises. The GIL is released meanwhile."""
+        return self._client.compile_and_load(text, self._device_list(device), self._options_for(device, homes))
 
     def serialize(self, executable: Any) -> bytes:
         """The executable as bytes that `deserialize` reads: native code, to be trusted like a shared library."""
         data: bytes = executable.serialize()
         return data
 
-    def deserialize(self, data: bytes, device: int) -> Any:
+    def deserialize(self, data: bytes, device: int, homes: Homes = ()) -> Any:
         """Loads a serialized executable onto one device; raises where the bytes do not fit this client."""
-        return self._client.deserialize_executable(data, self._device_list(device), self._options[device])
+        options = self._options_for(device, homes)
+        return self._client.deserialize_executable(data, self._device_list(device), options)
 
     def memory(self, executable: Any) -> tuple[int, int, int, int]:
         """Bytes of (arguments, outputs, outputs that reuse an argument, temporaries) of one launch."""
@@ -125,6 +150,16 @@ class Client:
         results = executable.execute_sharded(arguments, with_tokens=True)
         token = results.consume_token()
         return results.consume_with_handlers(handlers), token
+
+    def execute_together(self, executable: Any, arguments: list[Any], handlers: list[Any]) -> tuple[list[Any], Any]:
+        """The same for a program that other processes launch too; on platform cpu it has run then."""
+        if self._coordinator is None:
+            return self.execute(executable, arguments, handlers)
+        with contextlib.nullcontext() if executable in self._connected else self._coordinator.exchanging():
+            arrays, token = self.execute(executable, arguments, handlers)
+            token.block_until_ready()
+        self._connected.add(executable)
+        return arrays, token
 
     def wait_for_launch(self, token: Any) -> None:
         """Returns when a launch has run, raises what it raised."""
@@ -193,21 +228,24 @@ class Client:
     def _device_list(self, device: int) -> Any:
         return xla_client.DeviceList((self.devices[device],))
 
+    def _options_for(self, device: int, homes: Homes) -> Any:
+        return compile_options(homes, self._excess_precision) if homes else self._options[device]
+
 
 class Compiles(Protocol):
     """What a key needs of a client, with chips or without."""
 
     @property
     def target(self) -> Target: ...
-    def options(self, device: int) -> bytes: ...
+    def options(self, device: int, homes: Homes = ()) -> bytes: ...
 
 
-def key_of(digest: str, client: Compiles) -> Key:
+def key_of(digest: str, client: Compiles, homes: Homes = ()) -> Key:
     """The key of the executable of the program with this digest: of the client only what it compiles for counts, not
     whether it has chips, nor which of its devices is used."""
     target = client.target
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split() if target.platform == "tpu" else ()
-    return program_key(digest, target, options=client.options(0), flags=flags)
+    return program_key(digest, target, options=client.options(0, homes), flags=flags)
 
 
 def calls_lapack(text: str) -> bool:
@@ -215,16 +253,75 @@ def calls_lapack(text: str) -> bool:
     return "lapack_" in text
 
 
-def compile_options(device: Any, excess_precision: bool) -> Any:
-    """What every program is compiled with, for one device of whichever client.
+def compile_options(homes: Homes, excess_precision: bool) -> Any:
+    """What every program is compiled with, for a replica on each of these devices of whichever client.
 
     Eager PyTorch rounds to bfloat16 after each op; with `excess_precision` XLA may keep more bits between fused ops.
     """
     options = xla_client.CompileOptions()
-    options.num_replicas = options.num_partitions = 1
-    options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+    options.num_replicas, options.num_partitions = len(homes), 1
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array(homes).reshape(-1, 1))
     options.env_option_overrides = [("xla_allow_excess_precision", excess_precision)]
     return options
+
+
+class _Coordinator:
+    """A coordinator of this process's own that has the entries of a whole fleet: JAX's ends all processes that it
+    coordinates when it ends, or when one of them does."""
+
+    def __init__(self, board: Board) -> None:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            address = f"localhost:{probe.getsockname()[1]}"
+        self._service = _jax.get_distributed_runtime_service(address, 1, shutdown_timeout=1)
+        self.client = _jax.get_distributed_runtime_client(address, 0, shutdown_timeout=1, shutdown_on_destruction=False)
+        self.client.connect()
+        self._board = board
+        self._known: set[str] = set()
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Within it entries go back and forth."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._exchange, args=(is_over,), name="torchtpu-coordinator", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def close(self) -> None:
+        """Nobody waits for this one: it is alone."""
+        self.client.shutdown()
+        self._service.shutdown()
+
+    def _exchange(self, is_over: threading.Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the board is gone: whoever waits for an entry hears of it
+            is_last = False
+            while not is_last:
+                is_last = is_over.wait(_POLL_SECONDS)  # what was entered last is for the others
+                for folder in ("cpu:local_topology", "cpu:global_topology", "cpu:gloo"):
+                    for key, value in self.client.key_value_dir_get_bytes(folder):
+                        if key not in self._known:
+                            self._known.add(key)
+                            self._board.put(key, value)
+                for key, value in self._board.news():
+                    self._known.add(key)
+                    self.client.key_value_set_bytes(key, value)
+
+
+def _make_fleet_client(fleet: Fleet) -> tuple[_Coordinator, Any]:
+    coordinator = _Coordinator(fleet.board)
+    with coordinator.exchanging():
+        client = xla_client.make_cpu_client(
+            asynchronous=True,
+            distributed_client=coordinator.client,
+            node_id=fleet.rank,
+            num_nodes=fleet.size,
+            collectives=_jax.make_gloo_tcp_collectives(distributed_client=coordinator.client),
+        )
+    return coordinator, client
 
 
 def _aval(shape: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -20,6 +20,7 @@ from torchtpu.compiler_cache import Key, Note, Store, program_digest
 from . import fingerprint
 from .calls import results_of
 from .counters import Counters
+from .fleet import Homes
 from .fragments import Fragments
 from .lower import Aval, Check, Module, lower
 from .pjrt import calls_lapack, key_of
@@ -35,7 +36,7 @@ _EMISSION = (lower.__module__, key_of.__module__)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A program's key, its text when it is wanted, and what `lower.Module` says of a launch."""
+    """A program's key, its text when it is wanted, what `lower.Module` says of a launch, and who takes part in it."""
 
     key: Key
     text: Callable[[], str]
@@ -45,6 +46,7 @@ class Plan:
     checks: tuple[Check, ...]
     sources: tuple[int, ...]
     offsets: Mapping[int, frozenset[Digit]]
+    homes: Homes
 
 
 class Plans:
@@ -56,14 +58,14 @@ class Plans:
         self._store = store
         self._counters = counters
 
-    def find(self, program: Program, *, is_flat: bool) -> Plan:
-        """The program's plan (`is_flat` as `lower` has it); raises what `lower` raises."""
+    def find(self, program: Program, *, is_flat: bool, homes: Homes = ()) -> Plan:
+        """The program's plan (`is_flat` as `lower` has it), for all who launch it; raises what `lower` raises."""
         started = time.perf_counter()
         key = self._key(program, is_flat=is_flat) if self._store.keeps and self._is_usual() else None
         stored = None if key is None else self._store.get(key)
         if stored is not None:
             self._counters.plan_hits_disk += 1
-            return self._decode(stored, program, is_flat=is_flat)
+            return self._decode(stored, program, homes, is_flat=is_flat)
         module = lower(program, self._fragments, is_flat=is_flat)
         digest, has_lapack = program_digest(module.text), calls_lapack(module.text)
         if key is not None and self._is_usual():
@@ -71,7 +73,7 @@ class Plans:
             note: Note = {"line": program.line, "ops": len(program.ops), "build_ms": build_ms}
             self._store.put(key, _encode(module, digest, has_lapack=has_lapack), note)
         return Plan(
-            key_of(digest, self._client),
+            key_of(digest, self._client, homes),
             lambda: module.text,
             has_lapack,
             module.inputs,
@@ -79,6 +81,7 @@ class Plans:
             module.checks,
             module.sources,
             module.offsets,
+            homes,
         )
 
     def _is_usual(self) -> bool:
@@ -99,11 +102,11 @@ class Plans:
         }
         return Key.of("plan", parts)
 
-    def _decode(self, data: bytes, program: Program, *, is_flat: bool) -> Plan:
+    def _decode(self, data: bytes, program: Program, homes: Homes, *, is_flat: bool) -> Plan:
         fields = json.loads(data)
         kinds = [int(kind, 16) for kind in fields["kinds"]]
         return Plan(
-            key_of(fields["program"], self._client),
+            key_of(fields["program"], self._client, homes),
             functools.cache(lambda: lower(program, self._fragments, is_flat=is_flat).text),
             fields["calls_lapack"],
             tuple((base.shape, base.dtype) for base in program.inputs),
@@ -111,6 +114,7 @@ class Plans:
             tuple(_check(program, *check) for check in fields["checks"]),
             tuple(kinds[kind] for kind in fields["sources"]),
             {index: frozenset(Digit(*digit) for digit in digits) for index, digits in fields["offsets"]},
+            homes,
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,11 @@ class Digit(NamedTuple):
     weight: int
     size: int
     limit: int
+
+
+def fits(offsets: Mapping[int, frozenset[Digit]], ints: Sequence[int]) -> bool:
+    """Whether run-time ints are as a program with these digits of them takes for granted."""
+    return all(ints[i] // weight % size <= limit for i, known in offsets.items() for weight, size, limit in known)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -110,8 +110,8 @@ class Chipless:
     line = compiler_line("0.10.2", "PJRT C API\nBuilt on a day (1) cl/2")
     target = Target("tpu", "TPU v5 lite", line, topology="2x4")
 
-    def options(self, device: int) -> bytes:
-        return Client("cpu").options(device)
+    def options(self, device: int, homes: tuple[int, ...] = ()) -> bytes:
+        return Client("cpu").options(device, homes)
 
 
 class WithChips(Chipless):

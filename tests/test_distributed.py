@@ -101,6 +101,18 @@ def test_every_collective_leaves_what_gloo_leaves(backend: str | None) -> None:
     assert ended.status == 0, ended.err
 
 
+def test_collectives_are_parts_of_programs_and_ranks_may_differ() -> None:
+    ended = torchrun("distributed_fusion.py", "20")
+    assert ended.status == 0, ended.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_may_differ_a_thousand_times(ranks: int) -> None:
+    ended = torchrun("distributed_fusion.py", "1000", ranks=ranks)
+    assert ended.status == 0, ended.err
+
+
 @pytest.mark.full
 def test_four_ranks_leave_what_gloo_leaves() -> None:
     ended = torchrun("distributed_collectives.py", ranks=4)

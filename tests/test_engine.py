@@ -461,7 +461,7 @@ def test_a_wrong_shape_of_a_lowering_is_an_error() -> None:
 def test_a_module_that_xla_rejects_fails_the_plan_with_its_lines(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.client, "compile", lambda text, device: (_ for _ in ()).throw(ValueError("no such op")))
+    monkeypatch.setattr(engine.client, "compile", lambda *_: (_ for _ in ()).throw(ValueError("no such op")))
     with Record() as record:
         y = torch.neg(record.input(torch.zeros(2)))
     with pytest.raises(RuntimeError, match=r"region recorded at test.py:1 \(1 ops\) could not be compiled: no such op"):
@@ -618,7 +618,7 @@ def test_what_is_needed_now_is_compiled_first(engine: Engine, monkeypatch: Any) 
     order: list[str] = []
     started, go = threading.Event(), threading.Event()
 
-    def compile_text(text: str, device: int) -> Any:
+    def compile_text(text: str, device: int, homes: tuple[int, ...]) -> Any:
         started.set()
         assert go.wait(30)
         order.append(text)
@@ -639,7 +639,7 @@ def test_what_is_needed_now_is_compiled_first(engine: Engine, monkeypatch: Any) 
 def test_closing_drops_what_waits_to_be_compiled(engine: Engine, monkeypatch: Any) -> None:
     started, go = threading.Event(), threading.Event()
 
-    def compile_text(text: str, device: int) -> Any:
+    def compile_text(text: str, device: int, homes: tuple[int, ...]) -> Any:
         started.set()
         assert go.wait(30)
         raise ValueError(text)

@@ -77,6 +77,7 @@ KNOBS: Mapping[str, Knob] = {
             "let fused ops keep float32 between them where eager PyTorch rounds to bfloat16 or float16",
             True,
         ),
+        Knob("fuse_collectives", True, bool, "compile collectives into the programs around them", True),
         Knob("num_compile_threads", 0, int, "threads that compile; 0: one per two cores", True),
     )
 }

@@ -24,6 +24,7 @@ from torchtpu.ops import composed
 from torchtpu.runtime import _C
 from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.counters import Counters
+from torchtpu.runtime.fleet import Fleet
 from torchtpu.runtime.observe import Observer
 
 _GOOGLE = "0x1ae0"
@@ -40,12 +41,17 @@ class LazyEngine:
         self._lock = threading.Lock()
         self._engine: Any = None  # guarded by _lock until it is set; set once
 
-    def start(self) -> Any:
-        """The engine; the first call imports jax and creates the client."""
+    @property
+    def is_started(self) -> bool:
+        """Whether there is an engine."""
+        return self._engine is not None
+
+    def start(self, fleet: Fleet | None = None) -> Any:
+        """The engine; the first call imports jax and creates the client, which spans the fleet."""
         if self._engine is None:
             with self._lock:
                 if self._engine is None:
-                    engine = _make_engine(self)
+                    engine = _make_engine(self, fleet)
                     for name in ("plan", "launch", "upload", "download", "resolve", "finish", "waiting"):
                         setattr(self, name, getattr(engine, name))  # from now on the recorder calls it directly
                     self._engine = engine
@@ -210,7 +216,7 @@ def start() -> None:
     torch._C._set_multithreading_enabled(False)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
     atexit.register(_shut_down)
-    distributed.install()
+    distributed.install(_start_in_fleet, lambda: not _lazy.is_started)
 
 
 def _local_rank() -> int:
@@ -298,7 +304,7 @@ def served_ops() -> dict[str, str]:
     return _lazy.served
 
 
-def _make_engine(lazy: LazyEngine) -> Any:
+def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
     from torchtpu import ops
     from torchtpu.runtime.engine import Engine
     from torchtpu.runtime.manifest import Journal
@@ -324,8 +330,25 @@ def _make_engine(lazy: LazyEngine) -> Any:
         release=_C.drain,
         journal=journal,
         observers=lazy.observers,
-        host_ops=distributed.HOST_OPS,
+        collectives=distributed.Recorded(),
+        is_structural=_is_structural,
+        fleet=fleet,
     )
+
+
+def _is_structural(op: str, argument: str, value: float) -> bool:
+    from torchtpu.ops.registry import find
+
+    values = find(_lazy.served.get(op, op)).structural.get(argument, ())
+    return values is None or value in values
+
+
+def _start_in_fleet(fleet: Fleet) -> int | None:
+    """Starts the engine as that of a rank; its device's name among those of all ranks, None where it runs alone."""
+    if platform() == "gpu" or config.get("reads") != "run":
+        return None
+    home: int = _lazy.start(fleet).client.home(_C.current_device())
+    return home
 
 
 def _before_fork() -> None:

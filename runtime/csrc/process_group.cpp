@@ -7,7 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "bridge.h"
+#include "queue.h"
 
 namespace torchtpu {
 
@@ -177,6 +177,16 @@ void bind_process_group(pybind11::module_& m) {
       [](py::object group, int rank, int size, std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<Backend>(std::move(group), rank, size, timeout);
       });
+  m.def(
+      "cut_all",
+      [] {
+        for (Recorder* r : all_recorders()) {
+          StateGuard guard(state_lock);
+          cut_locked(*r, "idle", "");
+        }
+        wake_launcher();
+      },
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace torchtpu

@@ -1,7 +1,8 @@
 """torch.distributed on the device: in come process groups, out go recorded collectives.
 
-Data passes group (what c10d calls) → calls (recorded, then run in the launch order) → gloo (the transport); peers says
-what the other ranks do when a call fails.
+Data passes group (what c10d calls) → calls (recorded, then run in the launch order) → lowering (a part of programs
+that all ranks launch together) or gloo (through the hosts); fleet makes the ranks one client; peers says what the other
+ranks do when a call fails.
 """
 
 from __future__ import annotations
@@ -16,26 +17,30 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from torchtpu import config
 from torchtpu.runtime import _C
 
 from . import calls
-from .calls import OP, perform, reset, snapshot
+from .calls import Recorded, reset, snapshot
+from .fleet import Ranks, Start
 from .group import Group
 
-__all__ = ["HOST_OPS", "install", "reset", "snapshot"]
-
-HOST_OPS = {OP: perform}
+__all__ = ["Recorded", "install", "reset", "snapshot"]
 
 _EXIT_SECONDS = 60.0
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-def install() -> None:
-    """Makes `tpu` a backend of torch.distributed, and the default one of tpu tensors. Called once, at import."""
+def install(start_engine: Start, is_free: Callable[[], bool]) -> None:
+    """Makes `tpu` a backend of torch.distributed, and the default one of tpu tensors. Called once, at import.
+
+    `start_engine` starts the engine among those of other ranks, which `is_free` says can still be done.
+    """
     if not dist.is_available():
         return
     calls.install()
-    dist.Backend.register_backend("tpu", _make_backend, extended_api=True, devices=["tpu", "cpu"])
+    make = functools.partial(_make_backend, Ranks(start_engine, is_free))
+    dist.Backend.register_backend("tpu", make, extended_api=True, devices=["tpu", "cpu"])
     distributed_c10d._new_process_group_helper = _naming_the_backend(distributed_c10d._new_process_group_helper)
     atexit.register(_at_exit)
 
@@ -52,9 +57,12 @@ def _naming_the_backend(make: Callable[..., Any]) -> Callable[..., Any]:
     return make_group
 
 
-def _make_backend(options: Any, backend_options: Any) -> Any:
-    rank, size = options.group_rank, options.group_size
-    group = Group(options.store, rank, size, options.timeout, options.group_id, options.global_ranks_in_group)
+def _make_backend(everyone: Ranks, options: Any, backend_options: Any) -> Any:
+    rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
+    if not ranks:
+        everyone.join(options.store, rank, size, is_wanted=config.get("fuse_collectives"))
+    homes = everyone.homes(ranks)
+    group = Group(options.store, rank, size, options.timeout, options.group_id, ranks, homes)
     _groups.add(group)
     return _C.make_backend(group, rank, size, options.timeout)
 

@@ -1,24 +1,33 @@
 """Recorded collectives: in come a tensor and what is to be done with it among the ranks, out goes a recorded result.
 
-A collective is a functional op of the device, in a region of its own, and runs in the launch order: the thread that
-records it does not wait. What the op carries is a ticket, the number under which its call is found when it runs.
+A collective is a functional op of the device and runs in the launch order: the thread that records it does not wait.
+What the op carries is a ticket, the number under which its call is found when it runs. A collective that programs have
+stands among the other ops of its region, which all ranks launch as one program where they agree; else, and where it
+is for the hosts only, it runs alone, through the hosts' memories.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.library
 
+from torchtpu.ops.registry import LOWERINGS, Lowering
 from torchtpu.runtime import _C
+from torchtpu.runtime.joint import Verdict
+
+from . import lowering
+
+T = TypeVar("T")
 
 OP = "torchtpu::collective"
 
@@ -27,7 +36,10 @@ class Owner(Protocol):
     """The group that a call belongs to."""
 
     def begin(self, call: Call) -> None: ...
+    def agree(self, calls: Sequence[Call], identity: str, alike: str) -> Verdict: ...
+    def compare(self, numbers: Sequence[int]) -> list[int]: ...
     def explain(self, call: Call, error: BaseException) -> BaseException: ...
+    def timeout(self) -> float: ...
 
 
 @dataclass(eq=False)
@@ -35,7 +47,8 @@ class Call:
     """One collective of this rank.
 
     `what` is what all ranks must agree on, "" where they need not; `run` moves the bytes, from a flat CPU tensor to
-    another one. `error` is set before `finished`.
+    another one; `homes` are the devices whose program may have it, which knows it as `kind`. `error` is set before
+    `finished`.
     """
 
     owner: Owner
@@ -44,6 +57,9 @@ class Call:
     sequence: int
     line: str
     run: Callable[[torch.Tensor], torch.Tensor]
+    kind: str = ""
+    homes: tuple[int, ...] = ()
+    is_agreed: bool = False  # by a vote that found the others at this call, though not at this program
     finished: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -58,6 +74,9 @@ class _Totals:
         self.counts: Counter[str] = Counter()
         self.nbytes = 0
         self.milliseconds = 0.0
+        self.votes = 0
+        self.fused = 0
+        self.alone = 0
 
 
 class _Worker:
@@ -66,29 +85,37 @@ class _Worker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stuck = False
 
-    def run(self, job: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run(self, job: Callable[[], T], seconds: float | None = None) -> T:
+        """What the job returns; TimeoutError where it does not return in time, after which nothing else can run."""
+        if self._is_stuck:
+            raise TimeoutError("an earlier launch with other ranks has not returned")
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="torchtpu-collectives", daemon=True)
             self._thread.start()
-        answer: queue.SimpleQueue[torch.Tensor | BaseException] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def task() -> None:
             try:
-                answer.put(job())
+                answer.put((job(), None))
             except BaseException as error:  # noqa: BLE001 -- the waiting thread raises it
-                answer.put(error)
+                answer.put((None, error))
 
         self._jobs.put(task)
-        made = answer.get()
-        if isinstance(made, BaseException):
-            raise made
-        return made
+        try:
+            made, error = answer.get(timeout=seconds)
+        except queue.Empty:
+            self._is_stuck = True
+            raise TimeoutError(f"it has not returned within {seconds:.0f} s") from None
+        if error is not None:
+            raise error
+        return cast("T", made)
 
     def close(self, seconds: float) -> None:
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(seconds)
+            self._thread.join(0 if self._is_stuck else seconds)
             self._thread = None
 
     def _work(self) -> None:
@@ -96,7 +123,7 @@ class _Worker:
             job()
 
 
-_tickets = itertools.count(1)
+_tickets = itertools.count(3)  # smaller numbers stay in a program's text
 _waiting: dict[int, Call] = {}
 _order = threading.RLock()  # tickets are recorded in the order of their numbers
 _worker = _Worker()
@@ -107,63 +134,168 @@ _library: list[Any] = []
 def install() -> None:
     """Makes the op known to PyTorch and to the recorder. Called once."""
     make_library: Any = torch.library.Library
-    library = make_library("torchtpu", "DEF")
-    library.define("collective(Tensor input, int ticket, str what, int[] sizes) -> Tensor")
-    library.impl("collective", lambda input, ticket, what, sizes: input.new_empty(sizes), "Meta")
+    library = make_library("torchtpu", "FRAGMENT")
+    library.define("collective(Tensor input, float ticket, str kind, int[] homes, int[] sizes) -> Tensor")
+    library.impl("collective", lambda input, ticket, kind, homes, sizes: input.new_empty(sizes), "Meta")
     _library.append(library)  # which unregisters the op when it dies
-    _C.register_op((OP, {}, False, False, (), False, (), False))
+    LOWERINGS[OP] = Lowering(OP, lowering.collective, lifts=True)
+    _C.register_op((OP, {}, True, False, (), False, (), False))
 
 
-def record(call: Call, tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """The call's flat result of `count` elements (of one where that is 0), computed when its turn comes."""
+def record(call: Call, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The call's result of these sizes, computed when its turn comes; `tensor` is all of a storage."""
     call.owner.begin(call)
     _totals.counts[call.name] += 1
     _totals.nbytes += tensor.nbytes
     with torch.no_grad(), _order:
-        tensor = whole(tensor)
-        _C.cut("collective")
+        if not call.homes:
+            _C.cut("collective")
         ticket = next(_tickets)
         _waiting[ticket] = call
-        result: torch.Tensor = torch.ops.torchtpu.collective(tensor, ticket, call.name, [max(1, count)])
-        _C.cut("collective")
+        result: torch.Tensor = torch.ops.torchtpu.collective(tensor, float(ticket), call.kind, call.homes, sizes)
+        if not call.homes:
+            _C.cut("collective")
+    _progress.watch()
     return result
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements in order as all of a storage; at least one."""
+    """The tensor as all of a storage, its elements in order; at least one."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return tensor.new_empty(1)
     if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(-1)
+    return tensor if tensor.ndim else tensor.view(1)
 
 
-def perform(tensor: torch.Tensor, ticket: int, what: str, sizes: Sequence[int]) -> torch.Tensor:
-    """Runs a recorded call: the host op of the engine."""
-    call = _waiting.pop(ticket)
+class Recorded:
+    """What the engine asks of the op (`torchtpu.runtime.joint.Collectives`)."""
+
+    op = OP
+
+    def homes(self, op: Any) -> tuple[int, ...]:
+        homes: tuple[int, ...] = op.args[_HOMES]
+        return homes
+
+    def perform(
+        self, tensor: torch.Tensor, ticket: float, kind: str, homes: Sequence[int], sizes: Sequence[int]
+    ) -> torch.Tensor:
+        call = _waiting.pop(int(ticket))
+        _totals.alone += 1
+        with _finishing([call]):
+            return _worker.run(lambda: call.run(tensor.view(-1))).view(tuple(sizes))
+
+    def skip(self, error: BaseException, tensor: None, ticket: float, *_: Any) -> None:
+        call = _waiting.pop(int(ticket))
+        call.error = error
+        call.finished.set()
+
+    def agree(self, tickets: Sequence[float], identity: str, alike: str) -> Verdict:
+        calls = [_waiting[int(ticket)] for ticket in tickets]
+        _totals.votes += 1
+        return self._ask(tickets, lambda: calls[0].owner.agree(calls, identity, alike))
+
+    def compare(self, tickets: Sequence[float], numbers: Sequence[int]) -> list[int]:
+        owner = _waiting[int(tickets[0])].owner
+        return self._ask(tickets, lambda: owner.compare(numbers))
+
+    def _ask(self, tickets: Sequence[float], ask: Callable[[], T]) -> T:
+        """What the ranks say of these calls. An error is that of all of them."""
+        started = time.perf_counter()
+        try:
+            return _worker.run(ask)
+        except BaseException:
+            with _finishing([_waiting.pop(int(ticket)) for ticket in tickets]):
+                raise
+        finally:
+            _totals.milliseconds += (time.perf_counter() - started) * 1e3
+
+    def launch(self, tickets: Sequence[float], launch: Callable[[], T]) -> T:
+        calls = [_waiting.pop(int(ticket)) for ticket in tickets]
+        _totals.fused += len(calls)
+        with _finishing(calls):
+            return _worker.run(launch, calls[0].owner.timeout())
+
+
+_HOMES = 3  # the place of the argument
+
+
+@contextlib.contextmanager
+def _finishing(calls: Sequence[Call]) -> Iterator[None]:
+    """Within it the calls run. Its error is explained, and raised again."""
     started = time.perf_counter()
+    failure: BaseException | None = None
     try:
-        return _worker.run(lambda: call.run(tensor)).view(tuple(sizes))
-    except BaseException as error:  # noqa: BLE001 -- explained, and raised again
-        call.error = call.owner.explain(call, error)
-        raise call.error from call.error.__cause__
+        yield
+    except BaseException as error:  # noqa: BLE001
+        failure = calls[0].owner.explain(calls[0], error)
+        raise failure from failure.__cause__
     finally:
         _totals.milliseconds += (time.perf_counter() - started) * 1e3
-        call.finished.set()
+        for call in calls:
+            call.error = failure
+            call.finished.set()
+
+
+class _Progress:
+    """Cuts regions with collectives that nobody goes on recording: other ranks may wait for them, and this one's user
+    for the others."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._has_work = threading.Event()
+        self._is_closed = False
+
+    def watch(self) -> None:
+        """A collective was recorded."""
+        self._has_work.set()
+        if self._thread is None:
+            self._is_closed = False
+            self._thread = threading.Thread(target=self._watch, name="torchtpu-progress", daemon=True)
+            self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        if self._thread is not None:
+            self._is_closed = True
+            self._has_work.set()
+            self._thread.join(seconds)
+            self._thread = None
+
+    def _watch(self) -> None:
+        before = -1
+        while not self._is_closed:
+            self._has_work.wait()
+            self._has_work.clear()
+            time.sleep(_IDLE_SECONDS)
+            recorded = _C.stats()["ops_recorded"]
+            if _waiting and recorded == before:
+                _C.cut_all()
+            elif _waiting:
+                self._has_work.set()
+            before = recorded
+
+
+_IDLE_SECONDS = 0.25
+_progress = _Progress()
 
 
 def close(seconds: float) -> None:
-    """Ends the thread that talks to other ranks."""
+    """Ends the threads that talk to other ranks."""
+    _progress.close(seconds)
     _worker.close(seconds)
 
 
 def snapshot() -> dict[str, Any]:
-    """collectives {name: count}, their bytes, and the milliseconds that launches waited for them."""
+    """collectives {name: count}, their bytes, and the milliseconds that launches waited for them; how many ran in a
+    program of all ranks and how many alone; and how often the ranks were asked whether they agree on a program."""
     return {
         "collectives": dict(_totals.counts),
         "bytes_collectives": _totals.nbytes,
         "collective_ms": _totals.milliseconds,
+        "collectives_fused": _totals.fused,
+        "collectives_alone": _totals.alone,
+        "votes": _totals.votes,
     }
 
 

@@ -109,11 +109,12 @@ class Gloo:
         while self._sends:
             self._sends.popleft()[0].wait()
 
-    def meet(self, word: int) -> list[int]:
-        """One int of every rank."""
-        words = torch.empty(self.size, dtype=torch.int64)
-        self.group._allgather_base(words, torch.tensor([word])).wait()
-        return [int(w) for w in words]
+    def meet(self, words: Sequence[int]) -> list[list[int]]:
+        """Some ints of every rank."""
+        everyones = torch.empty(self.size * len(words), dtype=torch.int64)
+        self.group._allgather_base(everyones, torch.tensor(words)).wait()
+        found: list[list[int]] = everyones.view(self.size, len(words)).tolist()
+        return found
 
 
 def is_reducible(dtype: torch.dtype) -> bool:

@@ -19,12 +19,26 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from torchtpu.runtime import _C
+from torchtpu.runtime.joint import Verdict
 
-from .calls import Call, record
-from .gloo import Gloo, is_reducible
+from .calls import Call, record, whole
+from .gloo import Gloo
+from .lowering import is_compiled
 from .peers import Peers
-
-Tensors = list[torch.Tensor]
+from .tensors import (
+    Tensors,
+    check_sizes,
+    dtype_name,
+    is_on_host,
+    joined,
+    kind_of,
+    last,
+    named,
+    options,
+    prepared,
+    told,
+    write,
+)  # fmt: skip
 
 
 class Done:
@@ -56,13 +70,22 @@ class Done:
 
 
 class Group:
-    """One group of ranks; `ranks` are their global numbers."""
+    """One group of ranks; `ranks` are their global numbers, `homes` their devices where programs may span those."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str,
+        ranks: Sequence[int],
+        homes: tuple[int, ...],
     ) -> None:
         self.rank = rank
         self.size = size
+        self._homes = homes
+        self._timeout = timeout
         self._transport = Gloo(PrefixStore("device", store), rank, size, timeout)
         self._host: Any = dist.ProcessGroupGloo(PrefixStore("host", store), rank, size, timeout)
         self._peers = Peers(store, rank, size, name, ranks)
@@ -75,26 +98,26 @@ class Group:
     # what c10d calls
 
     def broadcast(self, tensors: Tensors, root: int) -> Any:
-        if _is_on_host(tensors):
-            return self._host.broadcast(tensors, _options(dist.BroadcastOptions, rootRank=root))
+        if is_on_host(tensors):
+            return self._host.broadcast(tensors, options(dist.BroadcastOptions, rootRank=root))
         calls = [self._move("broadcast", t, t.numel(), (root,)) for t in tensors]
         return self._done(calls, tensors)
 
     def all_reduce(self, tensors: Tensors, op: Any) -> Any:
-        if _is_on_host(tensors):
-            return self._host.allreduce(tensors, _options(dist.AllreduceOptions, reduceOp=op))
+        if is_on_host(tensors):
+            return self._host.allreduce(tensors, options(dist.AllreduceOptions, reduceOp=op))
         return self._done([self._reduce("all_reduce", t, t, op, ()) for t in tensors], tensors)
 
     def reduce(self, tensors: Tensors, op: Any, root: int) -> Any:
-        if _is_on_host(tensors):
-            return self._host.reduce(tensors, _options(dist.ReduceOptions, reduceOp=op, rootRank=root))
+        if is_on_host(tensors):
+            return self._host.reduce(tensors, options(dist.ReduceOptions, reduceOp=op, rootRank=root))
         outputs = tensors if self.rank == root else [None] * len(tensors)
         return self._done(
             [self._reduce("reduce", t, o, op, (root,)) for t, o in zip(tensors, outputs, strict=True)], tensors
         )
 
     def all_gather(self, outputs: list[Tensors], inputs: Tensors) -> Any:
-        if _is_on_host(inputs):
+        if is_on_host(inputs):
             return self._host.allgather(outputs, inputs)
         calls = []
         for parts, tensor in zip(outputs, inputs, strict=True):
@@ -107,60 +130,58 @@ class Group:
         return self._done(calls, [part for parts in outputs for part in parts])
 
     def all_gather_coalesced(self, outputs: list[Tensors], inputs: Tensors) -> Any:
-        if _is_on_host(inputs):
+        if is_on_host(inputs):
             return self._host.allgather_coalesced(outputs, inputs)
         return self.all_gather([list(parts) for parts in zip(*outputs, strict=True)], inputs)
 
     def all_gather_into_tensors(self, outputs: Tensors, inputs: Tensors) -> Any:
-        if _is_on_host(inputs):
-            return _last(self._host._allgather_base(o, i) for o, i in zip(outputs, inputs, strict=True))
-        _check_sizes(outputs, inputs, self.size)
-        calls = [
-            self._move("all_gather", i, o.numel(), (), [o]) for o, i in zip(outputs, inputs, strict=True)
-        ]
+        if is_on_host(inputs):
+            return last(self._host._allgather_base(o, i) for o, i in zip(outputs, inputs, strict=True))
+        check_sizes(outputs, inputs, self.size)
+        calls = [self._move("all_gather", i, o.numel(), (), [o]) for o, i in zip(outputs, inputs, strict=True)]
         return self._done(calls, outputs)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, root: int) -> Any:
-        if _is_on_host(inputs):
-            return self._host.gather(outputs, inputs, _options(dist.GatherOptions, rootRank=root))
+        if is_on_host(inputs):
+            return self._host.gather(outputs, inputs, options(dist.GatherOptions, rootRank=root))
         parts = outputs[0] if self.rank == root else []
         count = inputs[0].numel() * self.size if self.rank == root else 1
         return self._done([self._move("gather", inputs[0], count, (root,), parts)], parts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], root: int) -> Any:
-        if _is_on_host(outputs):
-            return self._host.scatter(outputs, inputs, _options(dist.ScatterOptions, rootRank=root))
+        if is_on_host(outputs):
+            return self._host.scatter(outputs, inputs, options(dist.ScatterOptions, rootRank=root))
         (output,) = outputs
-        source = _joined(inputs[0]) if self.rank == root else output.new_empty(1)
+        source = joined(inputs[0]) if self.rank == root else output.new_empty(1)
         call = self._move("scatter", source, output.numel(), (output.numel(), root), [output], part=output)
         return self._done([call], outputs)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], op: Any) -> Any:
-        if _is_on_host(outputs):
-            options = _options(dist.ReduceScatterOptions, reduceOp=op)
-            return self._host.reduce_scatter(outputs, inputs, options)
+        if is_on_host(outputs):
+            given = options(dist.ReduceScatterOptions, reduceOp=op)
+            return self._host.reduce_scatter(outputs, inputs, given)
         calls = []
         for output, parts in zip(outputs, inputs, strict=True):
             if any(part.numel() != output.numel() for part in parts):  # as NCCL does: a reduction to each rank
                 for root, part in enumerate(parts):
                     calls.append(self._reduce("reduce", part, output if root == self.rank else None, op, (root,)))
             else:
-                calls.append(self._reduce("reduce_scatter", _joined(parts), output, op, ()))
+                calls.append(self._reduce("reduce_scatter", joined(parts), output, op, ()))
         return self._done(calls, outputs)
 
     def reduce_scatter_tensors(self, outputs: Tensors, inputs: Tensors, op: Any) -> Any:
-        if _is_on_host(inputs):
-            options = _options(dist.ReduceScatterOptions, reduceOp=op)
+        if is_on_host(inputs):
+            given = options(dist.ReduceScatterOptions, reduceOp=op)
             pairs = zip(outputs, inputs, strict=True)
-            return _last(self._host._reduce_scatter_base(o, i, options) for o, i in pairs)
-        _check_sizes(inputs, outputs, self.size)
+            return last(self._host._reduce_scatter_base(o, i, given) for o, i in pairs)
+        check_sizes(inputs, outputs, self.size)
         calls = [self._reduce("reduce_scatter", i, o, op, ()) for o, i in zip(outputs, inputs, strict=True)]
         return self._done(calls, outputs)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int]
     ) -> Any:
-        if _is_on_host([input]):
+        if is_on_host([input]):
             return self._host.alltoall_base(output, input, output_splits, input_splits)
         received = self._split(output, output_splits, "output")
         sent = self._split(input, input_splits, "input")
@@ -168,20 +189,20 @@ class Group:
         return self._done([call], [output])
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> Any:
-        if _is_on_host(inputs):
+        if is_on_host(inputs):
             return self._host.alltoall(outputs, inputs)
         received, sent = [t.numel() for t in outputs], [t.numel() for t in inputs]
-        call = self._move("all_to_all", _joined(inputs), sum(received), (received, sent), outputs)
+        call = self._move("all_to_all", joined(inputs), sum(received), (received, sent), outputs)
         return self._done([call], outputs)
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
-        if _is_on_host(tensors):
+        if is_on_host(tensors):
             return self._host.send(tensors, destination, tag)
         return self._done([self._move("send", tensors[0], 1, (destination, tag), [])], tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """Receiving begins now, so that crossed sends meet; the tensor is written, in program order, by `wait`."""
-        if _is_on_host(tensors):
+        if is_on_host(tensors):
             return self._host.recv(tensors, source, tag)
         self._refuse_after_failure()
         (tensor,) = tensors
@@ -194,18 +215,18 @@ class Group:
         call = self._call("recv", f"recv from rank {source}", receive)
 
         def finish() -> None:
-            _write([tensor], record(call, tensor.new_empty(1), tensor.numel()))
+            write([tensor], record(call, tensor.new_empty(1), [max(1, tensor.numel())]))
 
         return self._done([call], tensors, finish)
 
     def recv_any_source(self, tensors: Tensors, tag: int) -> Any:
-        if _is_on_host(tensors):
+        if is_on_host(tensors):
             return self._host.recv_anysource(tensors, tag)
         raise NotImplementedError("recv from any source: name the source rank of a tensor on the device, as for NCCL")
 
     def barrier(self) -> Any:
         call = self._call("barrier", "barrier", torch.clone)
-        record(call, torch.zeros(1, device="tpu"), 1)
+        record(call, torch.zeros(1, device="tpu"), [1])
         return self._done([call], [], call.finished.wait)
 
     def start_coalescing(self) -> None:
@@ -222,6 +243,7 @@ class Group:
         return Done([call for work in works for call in work._calls], outputs, finish)
 
     def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
         self._transport.group._set_default_timeout(timeout)
         self._host._set_default_timeout(timeout)
 
@@ -231,6 +253,7 @@ class Group:
     def drain(self, seconds: float | None = None) -> bool:
         """Waits until every call has run or one has failed; False where that takes longer."""
         deadline = None if seconds is None else time.monotonic() + seconds
+        _C.cut_all()
         with self._lock:
             unfinished = list(self._unfinished)
         for call in unfinished:
@@ -265,6 +288,19 @@ class Group:
             self._unfinished = [c for c in self._unfinished if not c.finished.is_set()]
             self._unfinished.append(call)
 
+    def agree(self, calls: Sequence[Call], identity: str, alike: str) -> Verdict:
+        self._refuse_after_failure()
+        self._peers.begin(calls[0])
+        calls[0].is_agreed = True
+        return self._peers.agree(calls, identity, alike, self._transport.meet)
+
+    def compare(self, numbers: Sequence[int]) -> list[int]:
+        everyones = self._transport.meet(numbers)
+        return [i for i, values in enumerate(zip(*everyones, strict=True)) if len(set(values)) > 1]
+
+    def timeout(self) -> float:
+        return self._timeout.total_seconds()
+
     def explain(self, call: Call, error: BaseException) -> BaseException:
         if self._error is None:
             self._error = self._peers.explain(call, error)
@@ -272,20 +308,39 @@ class Group:
 
     # how a call is made
 
-    def _call(self, name: str, what: str, run: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        is_agreed = name not in ("send", "recv")
-        self._sequence += is_agreed
-        call = Call(self, name, what, self._sequence, _C.current_line(), run)
+    def _call(
+        self,
+        name: str,
+        what: str,
+        run: Callable[[torch.Tensor], torch.Tensor],
+        kind: str = "",
+        homes: tuple[int, ...] = (),
+    ) -> Call:
+        is_for_all = name not in ("send", "recv")
+        self._sequence += is_for_all
+        call = Call(self, name, what, self._sequence, _C.current_line(), run, kind or name, homes)
 
         def begin(tensor: torch.Tensor) -> torch.Tensor:
             self._refuse_after_failure()
             self._peers.begin(call)
-            if is_agreed:
-                self._peers.agree(call, self._transport.meet)
+            if is_for_all and not call.is_agreed:
+                self._peers.agree([call], "", "", self._transport.meet)
             return run(tensor)
 
         call.run = begin
         return call
+
+    def _homes_for(self, kind: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The devices whose programs may have such a collective."""
+        return self._homes if is_compiled(kind, dtype_name(tensor)) and tensor.numel() else ()
+
+    def _sizes(self, name: str, shape: Sequence[int], count: int) -> Sequence[int]:
+        """The shape of a collective's result; ranks' parts lie one after the other in the first dimension."""
+        if name in ("all_reduce", "reduce", "broadcast"):
+            return shape
+        if name == "all_gather":
+            return [self.size * shape[0], *shape[1:]]
+        return [shape[0] // self.size, *shape[1:]] if name == "reduce_scatter" else [max(1, count)]
 
     def _move(
         self,
@@ -299,23 +354,33 @@ class Group:
         """Records a collective that moves `tensor`, and writes its `count` elements to `outputs` (None: in place)."""
         part = tensor if part is None else part
         shape = "" if name == "all_to_all" else f"[{part.numel()}]"
-        run = functools.partial(getattr(self._transport, name), **_named(name, arguments))
-        call = self._call(name, f"{name} {_dtype(part)}{shape}{_told(name, arguments)}", run)
-        _write([tensor] if outputs is None else outputs, record(call, tensor, count))
+        run = functools.partial(getattr(self._transport, name), **named(name, arguments))
+        what = f"{name} {dtype_name(part)}{shape}{told(name, arguments)}"
+        is_even = name != "all_to_all" or len({*arguments[0], *arguments[1]}) == 1
+        kind = " ".join([name, *map(str, arguments)]) if name in ("broadcast", "gather", "scatter") else name
+        source = whole(tensor)
+        homes = self._homes_for(kind, tensor) if is_even else ()
+        call = self._call(name, what, run, kind, homes)
+        result = record(call, source, self._sizes(name, source.shape, count))
+        write([tensor] if outputs is None else outputs, result)
         return call
 
     def _reduce(
         self, name: str, tensor: torch.Tensor, output: torch.Tensor | None, op: Any, arguments: tuple[int, ...]
     ) -> Call:
         """Records a reduction and writes its result to `output`, where there is one."""
-        kind, factor = _parts(op)
+        kind, factor = kind_of(op)
         with torch.no_grad():
-            source, plain = _prepared(tensor.detach(), kind, factor)
-        run = functools.partial(getattr(self._transport, name), op=plain, **_named(name, arguments))
-        shape = f"{_dtype(tensor)}[{tensor.numel()}]"
-        call = self._call(name, f"{name} {kind.name} {shape}{_told(name, arguments)}", run)
-        count = source.numel() // self.size if name == "reduce_scatter" else source.numel()
-        result = record(call, source, count)
+            source, plain = prepared(tensor.detach(), kind, factor)
+            source = whole(source)
+            if name == "reduce_scatter" and source.shape[0] % self.size:
+                source = source.view(-1)
+        run = functools.partial(getattr(self._transport, name), op=plain, **named(name, arguments))
+        shape = f"{dtype_name(tensor)}[{tensor.numel()}]"
+        what = f"{name} {kind.name} {shape}{told(name, arguments)}"
+        compiled = f"{name} {plain.name}"
+        call = self._call(name, what, run, compiled, self._homes_for(compiled, source) if tensor.numel() else ())
+        result = record(call, source, self._sizes(name, source.shape, 1))
         if output is not None:
             with torch.no_grad():
                 if kind == ReduceOp.AVG:
@@ -323,7 +388,7 @@ class Group:
                     result = result.div(self.size, rounding_mode="trunc" if is_integral else None)
                 if tensor.is_complex():
                     result = torch.view_as_complex(result.view(-1, 2))
-                _write([output], result)
+                write([output], result)
         return call
 
     def _done(self, calls: Sequence[Call], outputs: Tensors, finish: Callable[[], Any] | None = None) -> Done:
@@ -346,93 +411,3 @@ class Group:
     def _refuse_after_failure(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _parts(op: Any) -> tuple[Any, Any]:
-    """What kind of reduction an op is, and the factor of PREMUL_SUM."""
-    reduce_op: Any = ReduceOp(op) if isinstance(op, ReduceOp.RedOpType) else op
-    kind, factor = reduce_op.__getstate__()
-    return kind, factor
-
-
-def _prepared(tensor: torch.Tensor, kind: Any, factor: Any) -> tuple[torch.Tensor, Any]:
-    """The tensor as a transport can reduce it, and with which op."""
-    if kind == ReduceOp.PREMUL_SUM:
-        tensor, kind = tensor * factor, ReduceOp.SUM
-    if tensor.dtype == torch.bool:
-        if kind == ReduceOp.AVG:
-            raise ValueError("Cannot use ReduceOp.AVG with Boolean inputs")
-        return tensor.to(torch.uint8), _BOOLEAN.get(kind, kind)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not is_reducible(tensor.dtype):
-        tensor = tensor.to(torch.float32 if tensor.is_floating_point() else torch.int64)
-    return tensor, ReduceOp.SUM if kind == ReduceOp.AVG else kind
-
-
-_BOOLEAN = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
-
-
-def _named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    names = {
-        "broadcast": ("root",),
-        "reduce": ("root",),
-        "gather": ("root",),
-        "scatter": ("count", "root"),
-        "all_to_all": ("received", "sent"),
-        "send": ("destination", "tag"),
-    }
-    return dict(zip(names.get(name, ()), arguments, strict=True))
-
-
-def _told(name: str, arguments: tuple[Any, ...]) -> str:
-    root = _named(name, arguments).get("root")
-    return "" if root is None else f" root {root}"
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _is_on_host(tensors: Tensors) -> bool:
-    return tensors[0].device.type == "cpu"
-
-
-def _joined(tensors: Tensors) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def _write(outputs: Tensors, result: torch.Tensor) -> None:
-    """Writes the flat result to the outputs, one after the other. As other backends do, it tells autograd nothing."""
-    at = 0
-    with torch.no_grad():
-        for output in outputs:
-            if output.numel():
-                output.data.copy_(result[at : at + output.numel()].view(output.shape))
-            at += output.numel()
-
-
-def _check_sizes(large: Tensors, small: Tensors, size: int) -> None:
-    for whole, part in zip(large, small, strict=True):
-        if whole.dtype != part.dtype:
-            raise TypeError(f"output tensor must have the same type as input tensor: {whole.dtype}, {part.dtype}")
-        if whole.numel() != part.numel() * size:
-            raise ValueError(
-                f"output tensor size must be equal to world_size times input tensor size: {whole.numel()} elements "
-                f"for {size} ranks of {part.numel()}"
-            )
-
-
-def _options(kind: Any, **values: Any) -> Any:
-    options = kind()
-    for name, value in values.items():
-        setattr(options, name, value)
-    return options
-
-
-def _last(works: Any) -> Any:
-    *earlier, last = list(works)
-    for work in earlier:
-        work.wait()
-    return last

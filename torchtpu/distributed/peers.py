@@ -20,9 +20,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 import torchtpu
+from torchtpu.runtime.joint import Verdict
 
 if TYPE_CHECKING:
     from .calls import Call
+
+Meet = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # tells all ranks some ints, and their ints
 
 _POLL_SECONDS = 1.0
 _ANSWER_SECONDS = 4.0
@@ -52,17 +55,23 @@ class Peers:
         """The call is about to run."""
         self.last = call
 
-    def agree(self, call: Call, meet: Callable[[int], list[int]]) -> None:
-        """Returns where all ranks are at the same call; DistBackendError says what each of them is at where not."""
-        text = f"{call.sequence} {call.what}"
-        word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-        if all(other == word for other in meet(word)):
-            return
+    def agree(self, calls: Sequence[Call], identity: str, alike: str, meet: Meet) -> Verdict:
+        """What all ranks are about to launch, where these calls are in a program of this identity ("" for none) that
+        is `alike` whatever its numbers. DistBackendError says what each rank is at where they are at different calls.
+        """
+        call = calls[0]
+        everyones = meet([_word(call), _word(*calls), *(_number(text) if text else 0 for text in (identity, alike))])
+        if all(words[0] == everyones[0][0] for words in everyones):
+            calls_of, programs, likes = (set(words) for words in list(zip(*everyones, strict=True))[1:])
+            if len(calls_of) > 1:
+                return Verdict.OTHER
+            if len(programs) == 1 and programs != {0}:
+                return Verdict.SAME
+            return Verdict.ALIKE if len(likes) == 1 and likes != {0} else Verdict.OTHER
         self._store.set(f"{call.sequence}/{self._rank}", str(call))
         keys = [f"{call.sequence}/{rank}" for rank in range(len(self._ranks))]
         told = ", ".join(
-            f"rank {rank}: {text.decode()}"
-            for rank, text in zip(self._ranks, self._store.multi_get(keys), strict=True)
+            f"rank {rank}: {text.decode()}" for rank, text in zip(self._ranks, self._store.multi_get(keys), strict=True)
         )
         raise dist.DistBackendError(f"the ranks of group {self._name} are at different collectives: {told}")
 
@@ -81,6 +90,15 @@ class Peers:
     def close(self) -> None:
         """The group has ended."""
         _reporter.forget(self)
+
+
+def _word(*calls: Call) -> int:
+    """A number for what these calls are."""
+    return _number("\n".join(f"{call.sequence} {call.what}" for call in calls))
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
 class _Reporter:

@@ -1,0 +1,26 @@
+"""Several processes under one client: in comes what they tell each other, out goes how their devices are named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+Homes = tuple[int, ...]  # devices of several processes, in the order of a program's replicas; () for one's own alone
+
+
+class Board(Protocol):
+    """Where the processes of a fleet put up what the others have to know."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """For the others to find."""
+
+    def news(self) -> Sequence[tuple[str, bytes]]:
+        """What the others have put up since the last call."""
+
+
+class Fleet(NamedTuple):
+    """The processes that a client of platform cpu spans, one device each."""
+
+    rank: int
+    size: int
+    board: Board

@@ -1,0 +1,90 @@
+"""Building joint regions: in comes a program with collectives, out goes what a plan is given for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchtpu.compiler_cache import Note
+
+from .alike import IsStructural
+from .compiler import Compiler
+from .executor import About, Executable
+from .fleet import Homes
+from .host_calls import HostCall
+from .joint import Collectives, Form, Joint, ends_around
+from .observe import Observer
+from .parts import split
+from .pjrt import Client
+from .plans import Plan, Plans
+from .region import Program
+from .sequence import Sequence as Parts
+
+
+class Joints:
+    """`collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means;
+    `build` makes the executable of a program for one device."""
+
+    def __init__(
+        self,
+        client: Client,
+        plans: Plans,
+        compiler: Compiler,
+        collectives: Collectives,
+        is_structural: IsStructural,
+        build: Callable[[Program, int], Executable],
+        about: Callable[[Program, Plan], About],
+        observers: Sequence[Observer],
+    ) -> None:
+        self._client = client
+        self._plans = plans
+        self._compiler = compiler
+        self._collectives = collectives
+        self._is_structural = is_structural
+        self._build = build
+        self._about = about
+        self._observers = observers
+
+    def executable(self, program: Program, device: int) -> Joint | HostCall | None:
+        """What runs a program with collectives, as a whole where the ranks agree, else in parts; None without any."""
+        collectives = self._collectives
+        found = {collectives.homes(op) for op in program.ops if op.name == collectives.op}
+        if not found:
+            return None
+        homes = found.pop() if len(found) == 1 else ()
+        if not homes and len(program.ops) == 1:
+            return self._call(program, device)
+        make_form = functools.partial(self._form, device, homes) if homes else None
+        return Joint(program, collectives, self._is_structural, make_form, self._parts(program, device))
+
+    def _call(self, program: Program, device: int) -> HostCall:
+        return HostCall(self._client, program, device, self._collectives.perform, self._collectives.skip)
+
+    def _parts(self, program: Program, device: int) -> Parts:
+        parts = split(program, ends_around(program, self._collectives.op))
+
+        @functools.cache
+        def executable_of(number: int) -> Any:
+            part = parts[number].program
+            is_call = part.ops[0].name == self._collectives.op
+            return self._call(part, device) if is_call else self._build(part, device)
+
+        return Parts(program, parts, executable_of)
+
+    def _form(self, device: int, homes: Homes, program: Program, is_flat: bool) -> Form:
+        plan = self._plans.find(program, is_flat=is_flat, homes=homes)
+        about = self._about(program, plan)
+
+        def build() -> Executable:
+            note: Note = {"line": program.line, "ops": len(program.ops)}
+            flight = self._compiler.submit(plan, device, note)
+            for observer in self._observers:
+                observer.planned(program, about, flight)
+            return Executable(self._client, plan, flight.result(), device, about, _refuse)
+
+        return Form(about.identity, plan.offsets, build)
+
+
+def _refuse() -> Executable:
+    raise AssertionError("another form is chosen before the launch")

@@ -1,0 +1,134 @@
+"""In: torchrun. Out: status 0 where collectives run in the programs around them, and ranks that differ stay right."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from torchtpu import metrics
+
+STEPS = 6
+
+
+def counts() -> dict[str, Any]:
+    found = metrics.snapshot()
+    return {name: found[name] for name in ("collectives_fused", "collectives_alone", "votes", "launches")}
+
+
+def train(model: nn.Module) -> dict[str, int]:
+    """Some steps; what the last of them counted."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = counts()
+    for step in range(STEPS):
+        before = counts()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(4, 8, generator=generator).to("tpu")
+        loss = (model(x) - x).pow(2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.tpu.synchronize()
+    return {name: value - before[name] for name, value in counts().items()}
+
+
+def a_ddp_step_is_one_program() -> None:
+    torch.manual_seed(0)
+    last = train(DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to("tpu")))
+    assert last == {"collectives_fused": 1, "collectives_alone": 0, "votes": 1, "launches": 1}, last
+
+
+def an_fsdp2_step_is_one_program() -> None:
+    """Though each rank has its own place in the buffers that are gathered."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to("tpu")
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    last = train(model)
+    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 5, last
+    assert last["launches"] <= 2, last
+
+
+def one_rank_may_print() -> None:
+    """Rank 0 reads in mid-step, computes what nobody else does, and leaves out what others do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before = counts()
+    for step in range(8):
+        x = torch.full((5,), float(step), device="tpu")
+        dist.all_reduce(x)
+        if rank == 0 and step == 3:
+            assert x.tolist() == [step * size] * 5
+        if rank == 0 and step == 4:
+            print("mean", (x * 2).mean().item())
+        y = x * 2
+        dist.all_reduce(y)
+        if rank != 0:
+            (y + 1).sum()
+        assert y.tolist() == [2.0 * step * size * size] * 5
+    found = {name: value - before[name] for name, value in counts().items()}
+    assert found["collectives_fused"] + found["collectives_alone"] == 16, found
+    assert found["collectives_fused"] >= 8, found
+
+
+def a_waiting_rank_does_not_hold_up_the_others() -> None:
+    """Rank 1 waits in the store for what rank 0 says after a collective that rank 1 has recorded only."""
+    store = dist.distributed_c10d._get_default_store()
+    x = torch.ones(3, device="tpu")
+    dist.all_reduce(x)
+    if dist.get_rank() == 0:
+        total = x.sum().item()
+        store.set("said", str(total))
+    else:
+        store.wait(["said"], dt.timedelta(seconds=50))
+    assert float(store.get("said")) == 3.0 * dist.get_world_size()
+    assert x.tolist() == [dist.get_world_size()] * 3
+
+
+def random_steps(count: int) -> None:
+    """Each rank reads, adds, waits or sleeps wherever it likes."""
+    size, own = dist.get_world_size(), random.Random(dist.get_rank())
+    shared = random.Random(7)
+    for _ in range(count):
+        value, steps = shared.randrange(1, 5), shared.randrange(1, 4)
+        x = torch.full((4,), float(value), device="tpu")
+        for _ in range(steps):
+            dist.all_reduce(x)
+            x = x / size
+            match own.randrange(8):
+                case 0:
+                    assert x.tolist() == [value] * 4
+                case 1:
+                    (x + 3).sum()
+                case 2:
+                    torch.tpu.synchronize()
+                case 3 if own.random() < 0.1:
+                    time.sleep(0.3)
+        assert x.tolist() == [value] * 4
+
+
+def main() -> None:
+    dist.init_process_group("tpu", timeout=dt.timedelta(seconds=120))
+    steps = int(sys.argv[1])
+    an_fsdp2_step_is_one_program()
+    a_ddp_step_is_one_program()
+    one_rank_may_print()
+    a_waiting_rank_does_not_hold_up_the_others()
+    random_steps(steps)
+    if os.environ["RANK"] == "0":
+        print(counts())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
