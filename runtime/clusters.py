@@ -28,7 +28,7 @@ _STORED = re.compile(
 )
 _SHORTEST = 8  # ops that a run repeats at least
 _HOT = 100  # launches after which a region is worth compiling whole, at least
-_MS_A_LAUNCH = 10.0  # milliseconds of compiling that each launch so far is worth
+_MS_A_LAUNCH = 40.0  # milliseconds of compiling that each launch so far is worth
 
 
 class Costs(NamedTuple):

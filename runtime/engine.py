@@ -50,9 +50,9 @@ class Engine:
     """Compiles and runs what the recorder hands over. All methods may be called from any thread.
 
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
-    lowerings ask; `knob` gives the settings log, memory_limit, debug_nans and num_compile_threads; `release` lets
-    go of arrays that nobody holds any more. A `journal` hears of every program and of what became of it; `observers`,
-    a list that may change, hear of each program and launch.
+    lowerings ask; `knob` gives the settings clusters, log, memory_limit, debug_nans and num_compile_threads; `release`
+    lets go of arrays that nobody holds any more. A `journal` hears of every program and of what became of it;
+    `observers`, a list that may change, hear of each program and launch.
     `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means.
     """
 
@@ -109,7 +109,7 @@ class Engine:
             if joint is not None:
                 plan.ready(joint)
                 return
-            clusters = find_clusters(program, self.fragments)
+            clusters = find_clusters(program, self.fragments) if self._knob("clusters") else None
             programs = [part.program for part in clusters.parts] if clusters else [program]
             builds = {
                 number: self._submit(p, device, is_flat=False) for number, p in {id(p): p for p in programs}.items()

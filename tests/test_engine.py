@@ -26,7 +26,8 @@ from torchtpu.runtime.lower import lower
 from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
 
 KNOBS: dict[str, Any] = {
-    "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0, "num_compile_threads": 1,
+    "clusters": True, "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0,
+    "num_compile_threads": 1,
 }  # fmt: skip
 
 
