@@ -227,6 +227,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("forget_streams", &forget_streams);
   m.def("synchronize", [](int device) { synchronize(static_cast<c10::DeviceIndex>(device)); }, py::arg("device") = -1);
   m.def("to_host", [](const at::Tensor& t) { return read_to_host(t).clone(at::MemoryFormat::Preserve); });
+  m.def("is_on_host", &is_on_host);
   m.def("stats", &stats);
   m.def("reset_stats", &reset_stats);
   m.def("memory_stats", &device_memory);
