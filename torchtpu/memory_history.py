@@ -22,6 +22,7 @@ import torch
 
 from torchtpu import startup
 from torchtpu.runtime import _C
+from torchtpu.runtime.calls import full_name
 from torchtpu.runtime.observe import Called, Launched
 
 Entry = dict[str, Any]
@@ -43,7 +44,7 @@ class _Recording:
 
         made = makers(program)
         ops = [made.get(value) for value in program.outputs]
-        self._makers[about.identity] = [_frames(op.name, op.line) if op else [] for op in ops]
+        self._makers[about.identity] = [_frames(full_name(op.name), op.line) if op else [] for op in ops]
 
     def launched(self, launch: Launched) -> None:
         about = launch.about
