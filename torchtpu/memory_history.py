@@ -121,6 +121,7 @@ def _record_memory_history(
 def _snapshot(device: Any = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
     """What is alive, one segment per buffer, and what became alive and died since history is recorded."""
     torch.tpu.synchronize()  # type: ignore[attr-defined]
+    _C.drain()  # of what died in threads without Python
     recording = _State.recording or _Recording(0)
     traces: list[list[Entry]] = [[] for _ in range(_C.device_count())]
     for entry in list(recording.entries):

@@ -65,13 +65,6 @@ at::Tensor read_to_host(const at::Tensor& t) {
   return view;
 }
 
-bool is_on_host(const at::Tensor& t) {
-  auto* s = storage_of(t);
-  StateGuard guard(state_lock);
-  bool is_pending = s->value >= 0 && s->recorder && s->recorder->epoch == s->epoch;
-  return !is_pending && s->buffer && s->buffer->host.defined();
-}
-
 void synchronize(c10::DeviceIndex device) {
   check_running();
   auto is_meant = [&](c10::DeviceIndex index) { return device < 0 || index == device; };

@@ -85,8 +85,6 @@ void forget_streams();
 BufferRef materialize(TpuStorage* s, const char* reason);
 // A host tensor with t's sizes, strides and values; waits for them.
 at::Tensor read_to_host(const at::Tensor& t);
-// Whether a read of the tensor waits for nothing: it was uploaded, and its values are kept on the host.
-bool is_on_host(const at::Tensor& t);
 // Waits for everything queued on `device` (-1: on all) and raises the first failure nobody has seen.
 void synchronize(c10::DeviceIndex device);
 // A point in the device's order: everything recorded before it has finished when it is reached.
