@@ -6,7 +6,7 @@ The first few are plain PyTorch; the others need the extra: pip install -e '.[te
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Model:
 
 def build(name: str) -> Made:
     """The model and its inputs, on the CPU; skips the test where the library is missing."""
-    model = MODELS[name]
+    model = {**MODELS, **MORE}[name]
     if model.library is not None:
         try:
             importlib.import_module(model.library)
@@ -42,6 +42,27 @@ def build(name: str) -> Made:
             pytest.skip(f"{model.library} cannot be imported ({error}): the extra `models`")
     torch.manual_seed(0)
     return model.make()
+
+
+def moved(inputs: dict[str, Any], device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The inputs on a device, those of floating point in a dtype."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
+    return {name: move(value) for name, value in inputs.items()}
+
+
+def tensors(outputs: Any) -> dict[str, Tensor]:
+    """What a model returned, on the CPU."""
+    return {name: value.detach().cpu() for name, value in outputs.items() if isinstance(value, Tensor)}
+
+
+def in_full(names: Iterable[str], is_often: Callable[[str], bool]) -> list[Any]:
+    """The names as parameters; those that do not run often run with --full."""
+    return [name if is_often(name) else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def _ids(*shape: int, seed: int = 0) -> Tensor:
@@ -243,3 +264,25 @@ MODELS: Mapping[str, Model] = {
     "timm.resnet": Model("timm", lambda: _timm("resnet10t")),
     "timm.convnext": Model("timm", lambda: _timm("convnext_atto", depths=(1, 1), dims=(8, 16), kernel_sizes=3)),
 }
+
+_ENCODER = {**_SIZES, **_TEXT, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+_PLAIN = {"attention_dropout": 0, "hidden_dropout": 0}
+# More architectures, for the tests that compare two ways of running one on the same device.
+MORE: Mapping[str, Model] = {
+    "roberta": Model("transformers", lambda: _language("Roberta", {**_ENCODER, "pad_token_id": 2}, "ForMaskedLM")),
+    "electra": Model("transformers", lambda: _language("Electra", {**_ENCODER, "embedding_size": 32}, "ForMaskedLM")),
+    "albert": Model("transformers", lambda: _language("Albert", {**_ENCODER, "embedding_size": 16}, "ForMaskedLM")),
+    "opt": Model(
+        "transformers", lambda: _language("OPT", {**_DECODER, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0})
+    ),
+    "gpt_neox": Model("transformers", lambda: _language("GPTNeoX", {**_SIZES, **_TEXT, **_TOKENS, **_PLAIN})),
+    "gemma": Model("transformers", lambda: _language("Gemma", {**_DECODER, "head_dim": 8})),
+    "phi": Model("transformers", lambda: _language("Phi", {**_DECODER, "resid_pdrop": 0, "embd_pdrop": 0})),
+    "mistral": Model("transformers", lambda: _language("Mistral", {**_DECODER, "sliding_window": 4})),
+    "deit": Model("transformers", lambda: _images("DeiT", {**_SIZES, "image_size": 16, "patch_size": 8})),
+    "dinov2": Model("transformers", lambda: _images("Dinov2", {**_SIZES, "image_size": 16, "patch_size": 8})),
+    "timm.vit": Model("timm", lambda: _timm("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=32, num_heads=4)),
+    "timm.mixer": Model("timm", lambda: _timm("mixer_s32_224", img_size=32, num_blocks=2, embed_dim=32)),
+}
+ALWAYS = [name for name, model in MODELS.items() if model.library is None]
+OFTEN = {*ALWAYS, "gpt2", "llama", "vit"}

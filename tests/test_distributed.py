@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import socket
@@ -31,13 +32,14 @@ assert x.tolist() == [2.0] * 4
 """
 
 
-def torchrun(script: str, *arguments: str, ranks: int = 2, seconds: float = 500) -> Ended:
-    """Runs one of the scripts beside this file, or Python code; no process may outlive it."""
+def torchrun(script: str, *arguments: str, ranks: int = 2, restarts: int = 0, seconds: float = 500) -> Ended:
+    """Runs a script beside this file or elsewhere, or Python code; no process may outlive it."""
     with tempfile.TemporaryDirectory() as folder:
         path = HERE / script if script.endswith(".py") else Path(folder, "script.py")
         if not script.endswith(".py"):
             path.write_text(script)
-        command = ["-W", "ignore", "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        command = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
         process = subprocess.Popen(
             [sys.executable, *command, str(path), *arguments],
             stdout=subprocess.PIPE,
@@ -182,6 +184,29 @@ def test_ranks_at_different_collectives_are_told_so() -> None:
         assert "the ranks of group 0 are at different collectives" in message
         assert "rank 0: all_reduce SUM float32[4] (number 2, at " in message
         assert "rank 1: broadcast float32[4] root 0 (number 2, at " in message
+
+
+def test_the_flight_recorder_tells_pytorchs_tool_who_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_rank_"))
+    code = """
+    if rank == 0:
+        dist.all_reduce(x)
+    else:
+        dist.broadcast(x, 0)
+    print(x.tolist())
+    """
+    start_ranks(code, timeout=30, waits_for=0)
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "trace_rank_", tmp_path]
+    read = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert read.returncode == 0, read.stderr
+    assert "COLLECTIVE_TYPE_MISMATCH" in read.stdout + read.stderr, read.stdout + read.stderr
+    with (tmp_path / "trace_rank_1").open("rb") as file:
+        first, last = pickle.load(file)["entries"]
+    assert (first["profiling_name"], first["state"]) == ("gloo:all_reduce", "completed")
+    assert (last["profiling_name"], last["collective_seq_id"], last["state"]) == ("gloo:broadcast", 2, "started")
+    assert last["frames"][0]["line"] == line_of(code, "dist.broadcast(x, 0)")
 
 
 def test_a_rank_that_raises_ends_torchrun() -> None:

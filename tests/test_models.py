@@ -5,26 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import MODELS, build
+from models import ALWAYS, MODELS, OFTEN, build, in_full, moved, tensors
 from torch import Tensor, nn
 
 from torchtpu import metrics
 
-ALWAYS = [name for name, model in MODELS.items() if model.library is None]
-OFTEN = {*ALWAYS, "gpt2", "llama", "vit"}
 GENERATES = ["gpt2", "llama", "qwen2", "qwen3", "mixtral", "t5", "whisper", "mamba"]
 # Where the exact gradient is zero only rounding is left of it: what is below this part of the largest one is not held.
 ROUNDING = 1e-6
-
-
-def in_full(names: Iterable[str], is_often: Callable[[str], bool]) -> list[Any]:
-    """The names as parameters; those that do not run often run with --full."""
-    return [name if is_often(name) else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -39,19 +31,6 @@ class Trained(NamedTuple):
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
-
-
-def moved(inputs: dict[str, Any], device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device, dtype if value.is_floating_point() else None)
-
-    return {name: move(value) for name, value in inputs.items()}
-
-
-def tensors(outputs: Any) -> dict[str, Tensor]:
-    return {name: value.detach().cpu() for name, value in outputs.items() if isinstance(value, Tensor)}
 
 
 def train(name: str, device: str, dtype: torch.dtype = torch.float32, rounded: torch.dtype | None = None) -> Trained:

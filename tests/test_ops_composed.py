@@ -131,6 +131,13 @@ def test_a_determinant_refuses_integers_as_the_cpu_does() -> None:
             torch.det(torch.ones(2, 2, dtype=torch.int64, device=device))
 
 
+@pytest.mark.parametrize("call", [torch._foreach_frac, torch._foreach_ceil, lambda x: torch._foreach_lerp(x, x, 0.5)])
+def test_lists_refuse_elements_for_which_no_device_has_a_kernel(call: Callable[[Any], Any]) -> None:
+    for device in ("cpu", "tpu"):
+        with pytest.raises(NotImplementedError, match="not implemented for 'Bool'"):
+            call([torch.ones(2, dtype=torch.bool, device=device)])
+
+
 def test_a_histogram_of_nan_fails_the_next_read() -> None:
     x = torch.tensor([1.0, float("nan")], device="tpu")
     with pytest.raises(RuntimeError, match="range is not finite"):

@@ -61,6 +61,7 @@ KNOBS: Mapping[str, Knob] = {
         Knob("max_region_ops", 2048, int, "a region without a read is cut after at most this many ops"),
         Knob("max_region_bytes", 8 << 30, "bytes", "a region without a read is cut after producing this many bytes"),
         Knob("clusters", True, bool, "compile what repeats in a region once, as programs that are launched many times"),
+        Knob("buckets", True, bool, "pad the changing sizes of compiled graphs, where that is safe, to a few"),
         Knob("max_in_flight", 32, int, "regions queued before recording waits"),
         Knob("cache", "on", "on|read|off", "keep compiled programs on disk; read: use them, write none", True),
         Knob("cache_dir", "", str, "where; empty: torchtpu in the user's cache directory", True),

@@ -117,10 +117,22 @@ def _aot(graph: torch.fx.GraphModule, inputs: list[Any]) -> Compiled:
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
         inference_compiler=compile_graph,
+        decompositions=_parts(),
         partition_fn=_partition,
         keep_inference_input_mutations=True,
     )(graph, inputs)
     return compiled
+
+
+def _parts() -> dict[Any, Callable[..., Any]]:
+    """Ops that run as others, which a graph had better hold."""
+    from torchtpu.ops import encoder
+
+    aten = torch.ops.aten
+    return {
+        aten._native_multi_head_attention.default: encoder.native_multi_head_attention,
+        aten._transformer_encoder_layer_fwd.default: encoder.transformer_encoder_layer_fwd,
+    }
 
 
 def _partition(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -131,12 +143,17 @@ def _partition(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple
     from torch._functorch.partitioners import default_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
+    from torchtpu import buckets
+
     for node in joint.graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if is_random and "recompute" in node.meta:
             for drawn in (node, *(user for user in node.users if user.target.__name__ == "getitem")):
                 drawn.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    is_padded = buckets.annotate(joint)
     forward, backward = default_partition(joint, inputs, **kwargs)
+    if is_padded:
+        buckets.note_returned(forward, kwargs["num_fwd_outputs"])
     return forward, backward
 
 

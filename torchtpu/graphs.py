@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from torchtpu import buckets
 from torchtpu.runtime import _C
 
 Boxed = Callable[[list[Any]], Any]
@@ -29,11 +30,16 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
     A graph with something else than ops in it (a `cond`, a size that depends on data) is run node by node instead.
     """
     try:
-        run = _Builder(graph).build()
+        run = _padded(graph) if buckets.is_padded(graph) else _Builder(graph).build()
     except _Unreplayable:
         run = _interpreted(graph)
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
     return run
+
+
+def _padded(graph: GraphModule) -> Boxed:
+    padded = buckets.Padded(graph)
+    return padded.around(_Builder(padded.graph).build())
 
 
 def _interpreted(graph: GraphModule) -> Boxed:

@@ -22,6 +22,7 @@ import torch
 
 from torchtpu import startup
 from torchtpu.runtime import _C
+from torchtpu.runtime.calls import full_name
 from torchtpu.runtime.observe import Called, Launched
 
 Entry = dict[str, Any]
@@ -43,7 +44,7 @@ class _Recording:
 
         made = makers(program)
         ops = [made.get(value) for value in program.outputs]
-        self._makers[about.identity] = [_frames(op.name, op.line) if op else [] for op in ops]
+        self._makers[about.identity] = [_frames(full_name(op.name), op.line) if op else [] for op in ops]
 
     def launched(self, launch: Launched) -> None:
         about = launch.about
@@ -120,6 +121,7 @@ def _record_memory_history(
 def _snapshot(device: Any = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
     """What is alive, one segment per buffer, and what became alive and died since history is recorded."""
     torch.tpu.synchronize()  # type: ignore[attr-defined]
+    _C.drain()  # of what died in threads without Python
     recording = _State.recording or _Recording(0)
     traces: list[list[Entry]] = [[] for _ in range(_C.device_count())]
     for entry in list(recording.entries):

@@ -142,8 +142,12 @@ def _add(path: Path, events: list[Event]) -> None:
 def xprof(directory: str | Path) -> Iterator[None]:
     """Writes what XLA and the device did in the block as an XProf session, for TensorBoard's or XProf's viewer."""
     startup.engine()
-    import jax
+    from jaxlib import _profiler
 
-    with jax.profiler.trace(str(directory)):
+    # jax.profiler would start clients of its own beside the engine's.
+    session = _profiler.ProfilerSession()
+    try:
         yield
         torch.tpu.synchronize()  # type: ignore[attr-defined]
+    finally:
+        session.stop_and_export(str(directory))

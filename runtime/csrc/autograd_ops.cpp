@@ -17,10 +17,11 @@ bool has_forward_grad(const Tensor& t) { return t.defined() && t._fw_grad(0).def
 
 bool has_matching_shapes(const Tensor& query, const Tensor& key, const Tensor& value, bool is_grouped) {
   if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4) return false;
-  if (query.numel() == 0 || key.numel() == 0 || value.numel() == 0) return false;
-  bool heads_match = query.size(1) == key.size(1) || (is_grouped && query.size(1) % key.size(1) == 0);
-  return heads_match && query.size(0) == key.size(0) && query.size(0) == value.size(0) &&
-         key.size(1) == value.size(1) && key.size(2) == value.size(2) && query.size(3) == key.size(3);
+  if (query.sym_numel() == 0 || key.sym_numel() == 0 || value.sym_numel() == 0) return false;
+  auto size = [](const Tensor& t, int64_t dim) { return t.sym_size(dim); };
+  bool heads_match = size(query, 1) == size(key, 1) || (is_grouped && size(query, 1) % size(key, 1) == 0);
+  return heads_match && size(query, 0) == size(key, 0) && size(query, 0) == size(value, 0) &&
+         size(key, 1) == size(value, 1) && size(key, 2) == size(value, 2) && size(query, 3) == size(key, 3);
 }
 
 // The fused op takes what is dense, of matching shapes and differentiated in reverse; the composite takes the rest.

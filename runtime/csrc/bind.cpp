@@ -134,6 +134,14 @@ py::dict device_memory(int device) {
   return d;
 }
 
+// Whether a read of the tensor waits for nothing: its values are kept on the host, as those of an upload are at first.
+bool is_on_host(const at::Tensor& t) {
+  auto* s = storage_of(t);
+  StateGuard guard(state_lock);
+  bool is_pending = s->value >= 0 && s->recorder && s->recorder->epoch == s->epoch;
+  return !is_pending && s->buffer && s->buffer->host.defined();
+}
+
 py::object dump(int device) {
   Recorder& r = recorder_for(static_cast<c10::DeviceIndex>(device));
   std::vector<const Base*> inputs;
@@ -227,6 +235,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("forget_streams", &forget_streams);
   m.def("synchronize", [](int device) { synchronize(static_cast<c10::DeviceIndex>(device)); }, py::arg("device") = -1);
   m.def("to_host", [](const at::Tensor& t) { return read_to_host(t).clone(at::MemoryFormat::Preserve); });
+  m.def("is_on_host", &is_on_host);
   m.def("stats", &stats);
   m.def("reset_stats", &reset_stats);
   m.def("memory_stats", &device_memory);

@@ -40,6 +40,21 @@ struct OwnFamily {
 
 thread_local OwnFamily own;
 
+// A profiler takes its state from the top of what a thread carries: the family goes below it.
+void carry(const std::shared_ptr<Family>& family) {
+  using c10::DebugInfoKind;
+  using c10::ThreadLocalDebugInfo;
+  std::shared_ptr<c10::DebugInfoBase> profiler;
+  if (ThreadLocalDebugInfo::get(DebugInfoKind::PROFILER_STATE)) {
+    try {
+      profiler = ThreadLocalDebugInfo::_pop(DebugInfoKind::PROFILER_STATE);
+    } catch (const c10::Error&) {  // it is not at the top now: what is there puts back what was before it
+    }
+  }
+  ThreadLocalDebugInfo::_push(DebugInfoKind::TEST_INFO_2, family);
+  if (profiler) ThreadLocalDebugInfo::_push(DebugInfoKind::PROFILER_STATE, profiler);
+}
+
 Family& own_family() {
   if (!own.family) {
     num_threads++;
@@ -51,7 +66,7 @@ Family& own_family() {
       free_families->pop_back();
     }
   }
-  c10::ThreadLocalDebugInfo::_push(c10::DebugInfoKind::TEST_INFO_2, own.family);
+  carry(own.family);
   return *own.family;
 }
 

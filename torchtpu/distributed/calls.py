@@ -26,6 +26,7 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.joint import Verdict
 
 from . import lowering
+from .flight import recorder
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ OP = "torchtpu::collective"
 
 class Owner(Protocol):
     """The group that a call belongs to."""
+
+    name: str
 
     def begin(self, call: Call) -> None: ...
     def agree(self, calls: Sequence[Call], identity: str, alike: str) -> Verdict: ...
@@ -59,6 +62,8 @@ class Call:
     run: Callable[[torch.Tensor], torch.Tensor]
     kind: str = ""
     homes: tuple[int, ...] = ()
+    route: str = ""  # " 0->1" where rank 0 sends to rank 1
+    is_started: bool = False
     is_agreed: bool = False  # by a vote that found the others at this call, though not at this program
     finished: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -145,6 +150,7 @@ def install() -> None:
 def record(call: Call, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The call's result of these sizes, computed when its turn comes; `tensor` is all of a storage."""
     call.owner.begin(call)
+    recorder.record(call, call.owner.name, tensor, sizes)
     _totals.counts[call.name] += 1
     _totals.nbytes += tensor.nbytes
     with torch.no_grad(), _order:
@@ -213,6 +219,8 @@ class Recorded:
 
     def launch(self, tickets: Sequence[float], launch: Callable[[], T]) -> T:
         calls = [_waiting.pop(int(ticket)) for ticket in tickets]
+        for call in calls:
+            call.is_started = True
         _totals.fused += len(calls)
         with _finishing(calls):
             return _worker.run(launch, calls[0].owner.timeout())

@@ -22,6 +22,7 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.joint import Verdict
 
 from .calls import Call, record, whole
+from .flight import recorder
 from .gloo import Gloo
 from .lowering import is_compiled
 from .peers import Peers
@@ -82,12 +83,15 @@ class Group:
         ranks: Sequence[int],
         homes: tuple[int, ...],
     ) -> None:
+        self.name = name
         self.rank = rank
         self.size = size
         self._homes = homes
         self._timeout = timeout
         self._transport = Gloo(PrefixStore("device", store), rank, size, timeout)
         self._host: Any = dist.ProcessGroupGloo(PrefixStore("host", store), rank, size, timeout)
+        everyone = list(ranks) or list(range(size))
+        recorder.join(name, everyone, everyone[rank])
         self._peers = Peers(store, rank, size, name, ranks)
         self._sequence = 0
         self._lock = threading.Lock()  # guards what follows
@@ -213,6 +217,7 @@ class Group:
             return received
 
         call = self._call("recv", f"recv from rank {source}", receive)
+        call.route = f" {self.rank}<-{source}"
 
         def finish() -> None:
             write([tensor], record(call, tensor.new_empty(1), [max(1, tensor.numel())]))
@@ -304,6 +309,7 @@ class Group:
     def explain(self, call: Call, error: BaseException) -> BaseException:
         if self._error is None:
             self._error = self._peers.explain(call, error)
+            recorder.dump()
         return self._error
 
     # how a call is made
@@ -361,6 +367,7 @@ class Group:
         source = whole(tensor)
         homes = self._homes_for(kind, tensor) if is_even else ()
         call = self._call(name, what, run, kind, homes)
+        call.route = f" {self.rank}->{arguments[0]}" if name == "send" else ""
         result = record(call, source, self._sizes(name, source.shape, count))
         write([tensor] if outputs is None else outputs, result)
         return call

@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 import torchtpu
 from torchtpu.runtime.joint import Verdict
 
+from .flight import recorder
+
 if TYPE_CHECKING:
     from .calls import Call
 
@@ -54,6 +56,7 @@ class Peers:
     def begin(self, call: Call) -> None:
         """The call is about to run."""
         self.last = call
+        call.is_started = True
 
     def agree(self, calls: Sequence[Call], identity: str, alike: str, meet: Meet) -> Verdict:
         """What all ranks are about to launch, where these calls are in a program of this identity ("" for none) that
@@ -158,6 +161,7 @@ class _Reporter:
             while not stop.wait(_POLL_SECONDS):
                 if store.check(["asked"]):
                     store.set(str(rank), self._report())
+                    recorder.dump()
                     return
 
     def _report(self) -> str:

@@ -63,11 +63,22 @@ EACH = {
 # PyTorch's meta kernels let these values pass, which the CPU refuses: op -> the types of refused elements.
 REFUSED: dict[str, tuple[type, ...]] = {
     "addcdiv": (int, bool),
+    "ceil": (bool, complex),
     "clamp_max": (complex,),
     "clamp_min": (complex,),
+    "erf": (complex,),
+    "erfc": (complex,),
+    "floor": (bool, complex),
+    "frac": (int, bool, complex),
+    "lerp.Scalar": (int, bool),
+    "lgamma": (complex,),
+    "max": (complex,),
     "maximum": (complex,),
     "minimum": (complex,),
+    "round": (bool, complex),
+    "sign": (complex,),
     "sub.Tensor": (bool,),
+    "trunc": (bool, complex),
 }
 STRUCTURAL = {"_foreach_pow.Scalar": {"exponent": EXPONENTS}, "_foreach_pow.ScalarList": {"exponent": EXPONENTS}}
 
@@ -85,16 +96,17 @@ def each(entry, ctx, *args, **kwargs):
 def _refusing(name: str, refused: tuple[type, ...]) -> Any:
     """Shape inference of a list op that raises where an element of its lists, or what goes with them, is `refused`."""
     packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.aten, packet), overload)
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
     given = [a.name for a in op._schema.arguments]
+    is_binary = len(given) > 1 and given[1] != "ord"
 
-    def infer(self: list[torch.Tensor], other: Any, *rest: Any) -> Any:
-        others = other if isinstance(other, (list, tuple)) else [other]
-        elements = [*self, *(others if given[1] != "ord" else [])]
+    def infer(self: list[torch.Tensor], *rest: Any) -> Any:
+        other = rest[0] if is_binary else []
+        elements = [*self, *(other if isinstance(other, (list, tuple)) else [other])]
         types = {dtype_to_type(e.dtype) if isinstance(e, torch.Tensor) else type(e) for e in elements}
         if not types.isdisjoint(refused):
             raise RuntimeError(f"{name} takes no such elements")
-        return op(self, other, **dict(zip(given[2:], rest, strict=True)))
+        return op(self, *rest[:1], **dict(zip(given[2:], rest[1:], strict=True)))
 
     return infer
 

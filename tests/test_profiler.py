@@ -1,0 +1,142 @@
+"""In: profiled blocks. Out: traces with rows of the device on PyTorch's clock, which a browser's viewer opens."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.cuda import _memory_viz
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from torchtpu import startup, xprof
+
+Event = dict[str, Any]
+
+
+def trace_of(path: Path) -> list[Event]:
+    data = path.read_bytes()
+    events = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+    assert isinstance(events, list)
+    return events
+
+
+def work() -> None:
+    x = torch.ones(16, 16, device="tpu")
+    for _ in range(3):
+        x = (x @ x).sigmoid()
+        torch.tpu.synchronize()
+
+
+def by_kind(events: list[Event], kind: str) -> list[Event]:
+    return [e for e in events if e.get("cat") == kind]
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_has_rows_of_the_device(tmp_path: Path, name: str) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("the block"):
+        work()
+    profiler.export_chrome_trace(str(tmp_path / name))
+    events = trace_of(tmp_path / name)
+    (block,) = [e for e in by_kind(events, "user_annotation") if e["name"] == "the block"]
+    regions, launches = by_kind(events, "tpu_region"), by_kind(events, "tpu_launch")
+    assert len(regions) == len(launches) == 3
+    for event in regions:
+        assert event["args"]["Call stack"].count(f"{__file__}:") >= 1
+        assert event["args"]["cut"] == "synchronize"
+        assert block["ts"] - 1e3 <= event["ts"] <= block["ts"] + block["dur"] + 1e3, "they share a clock"
+    assert {(e["ph"], e["id"]) for e in by_kind(events, "tpu_flow")} >= {
+        (phase, region["id"]) for phase in "sf" for region in by_kind(events, "tpu_flow")
+    }
+    rows = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] >= regions[0]["pid"] - 1}
+    assert rows >= {"region", "collective", "compile", "launch", "wait"}
+
+
+def test_nothing_listens_after_a_profile() -> None:
+    with profile(activities=[ProfilerActivity.CPU]):
+        work()
+    assert startup._lazy.observers == []
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+def test_a_schedule_profiles_each_of_its_windows(tmp_path: Path) -> None:
+    counts = []
+
+    def export(profiler: Any) -> None:
+        path = tmp_path / f"{len(counts)}.json"
+        profiler.export_chrome_trace(str(path))
+        counts.append(len(by_kind(trace_of(path), "tpu_region")))
+
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=2)
+    with profile(activities=[ProfilerActivity.CPU], schedule=schedule, on_trace_ready=export) as profiler:
+        for _ in range(7):
+            work()
+            profiler.step()
+    assert counts == [3, 3]
+
+
+def test_ranges_have_the_names_of_nvtx(tmp_path: Path) -> None:
+    nvtx = torch.tpu.nvtx
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        assert nvtx.range_push("outer") == 0
+        with nvtx.range("inner {}", 3):
+            work()
+        nvtx.mark("now")
+        assert nvtx.range_pop() == 0
+    assert nvtx.range_pop() == -1
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    names = [e["name"] for e in by_kind(trace_of(tmp_path / "trace.json"), "user_annotation")]
+    assert {"outer", "inner 3", "now"} <= set(names)
+
+
+def test_an_xprof_session_is_written(tmp_path: Path) -> None:
+    with xprof(tmp_path):
+        work()
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+@pytest.fixture
+def recorded_history() -> Iterator[None]:
+    torch.tpu.memory._record_memory_history()
+    yield
+    torch.tpu.memory._record_memory_history(None)
+
+
+@pytest.mark.usefixtures("recorded_history")
+def test_a_snapshot_is_what_memory_viz_reads(tmp_path: Path) -> None:
+    kept = torch.ones(1000, device="tpu") * 3
+    given = torch.arange(6.0).to("tpu")
+    lost = kept @ kept + given.sum()
+    torch.tpu.synchronize()
+    del lost
+    torch.tpu.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    snapshot = pickle.loads((tmp_path / "snapshot.pickle").read_bytes())
+    blocks = [b for segment in snapshot["segments"] for b in segment["blocks"]]
+    (mine,) = [b for b in blocks if b["requested_size"] == 4000]
+    assert mine["frames"][0]["filename"] == __file__
+    assert mine["frames"][0]["name"] == "aten::mul.Tensor"
+    assert "upload" in {b["frames"][0]["name"] for b in blocks if b["requested_size"] == 24}
+    actions = [e["action"] for e in snapshot["device_traces"][0]]
+    assert actions.count("alloc") >= 3
+    assert actions.count("free_completed") >= 1
+    spans = sorted((s["address"], s["total_size"]) for s in snapshot["segments"])
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
+    plain = lambda lines: lines  # instead of a flame graph
+    assert "aten::mul" in _memory_viz.segments(snapshot, format_flamegraph=plain)
+    assert "test_profiler.py" in _memory_viz.memory(snapshot, format_flamegraph=plain)
+    assert "alloc" in _memory_viz.trace(snapshot) or "free" in _memory_viz.trace(snapshot)
+
+
+def test_a_snapshot_without_history_holds_what_is_alive() -> None:
+    kept = torch.ones(1000, device="tpu") * 3
+    snapshot = torch.tpu.memory._snapshot()
+    assert 4000 in [s["requested_size"] for s in snapshot["segments"]]
+    assert snapshot["device_traces"] == [[]]
+    assert startup._lazy.observers == []
+    assert kept[0].item() == 3
