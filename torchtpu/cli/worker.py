@@ -17,13 +17,11 @@ from torchtpu import config, ops, startup
 from torchtpu.cli.pool import READY, Done
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime.calls import Lowerings
-from torchtpu.runtime.clusters import find_clusters
 from torchtpu.runtime.counters import Counters
 from torchtpu.runtime.fragments import Fragments
 from torchtpu.runtime.manifest import Recorded, decode_recorded
 from torchtpu.runtime.pjrt import Client, Compiles
 from torchtpu.runtime.plans import Plan, Plans
-from torchtpu.runtime.region import Program
 
 
 class Builder(Protocol):
@@ -72,30 +70,19 @@ class Worker:
         table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: served.get(name, name), ops.Context)
         platform = "tpu" if target else client.lowering_platform
         self._builder: Builder = TpuBuilder(target) if target else LocalBuilder(client)
-        self._fragments = Fragments(table, client, store, Counters(), platform)
-        self._plans = Plans(self._fragments, self._builder.client, store, Counters())
+        fragments = Fragments(table, client, store, Counters(), platform)
+        self._plans = Plans(fragments, self._builder.client, store, Counters())
         self._store = store
 
     def compile(self, recorded: Recorded) -> Done:
-        """Compiles one program, or its clusters, or finds them compiled; an error is part of the answer."""
+        """Compiles one program, or finds it compiled; an error is part of the answer."""
         digest = ""
         try:
-            built = []
-            for program in self._programs(recorded):
-                plan = self._plans.find(program, is_flat=recorded.is_flat)
-                digest = plan.key.digest
-                built.append(self._built(plan, {"line": program.line, "ops": len(program.ops)}))
-            return _together(built)
+            plan = self._plans.find(recorded.program, is_flat=recorded.is_flat)
+            digest = plan.key.digest
+            return self._built(plan, {"line": recorded.program.line, "ops": len(recorded.program.ops)})
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is this program's line of the report
             return Done("failed", digest, error=f"{type(error).__name__}: {error}")
-
-    def _programs(self, recorded: Recorded) -> list[Program]:
-        """What a run compiles of a recorded program, each once."""
-        takes_clusters = config.get("clusters") and not recorded.is_flat
-        clusters = find_clusters(recorded.program, self._fragments) if takes_clusters else None
-        if clusters is None:
-            return [recorded.program]
-        return list({id(part.program): part.program for part in clusters.parts}.values())
 
     def _built(self, plan: Plan, note: dict[str, Any]) -> Done:
         started = time.perf_counter()
@@ -114,17 +101,6 @@ class Worker:
         told = note if kept is None else dict(kept.note)
         outcome = "compiled" if is_built else "hit"
         return Done(outcome, plan.key.digest, milliseconds, len(data), kept is not None, "", told)
-
-
-def _together(built: list[Done]) -> Done:
-    """One answer for all programs of a region: that of the one that took longest, with the sums of all."""
-    longest = max(built, key=lambda done: done.milliseconds)
-    return longest._replace(
-        outcome="compiled" if any(done.outcome == "compiled" for done in built) else "hit",
-        milliseconds=sum(done.milliseconds for done in built),
-        nbytes=sum(done.nbytes for done in built),
-        is_stored=all(done.is_stored for done in built),
-    )
 
 
 def main(arguments: list[str], lines: TextIO) -> None:
