@@ -158,7 +158,7 @@ def text_of(engine: Engine, program: Program) -> str:
 
 
 def plan_of(text: str) -> plans.Plan:
-    return plans.Plan(Key.of("program", {"text": text}), lambda: text, False, (), (), (), (), {})
+    return plans.Plan(Key.of("program", {"text": text}), lambda: text, False, (), (), (), (), {}, ())
 
 
 def run(
