@@ -37,14 +37,28 @@ class Loaded:
     milliseconds: float
 
 
+class NotCompiledError(RuntimeError):
+    """A program is neither in memory nor in the store, and none may be compiled."""
+
+
 class Compiler:
     """The worker pool and the executables in memory; one per engine."""
 
-    def __init__(self, client: Client, store: Store, counters: Counters, threads: int, capacity: int = 1024) -> None:
+    def __init__(
+        self,
+        client: Client,
+        store: Store,
+        counters: Counters,
+        threads: int,
+        capacity: int = 1024,
+        *,
+        may_compile: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._client = client
         self._store = store
         self._counters = counters
         self._capacity = capacity
+        self._may_compile = may_compile
         self._condition = threading.Condition()  # guards what follows
         self._flights: OrderedDict[tuple[str, int], Future[Loaded]] = OrderedDict()
         self._jobs: deque[Callable[[], None]] = deque()
@@ -88,6 +102,11 @@ class Compiler:
         """The keys of the programs in memory."""
         with self._condition:
             return sorted({digest for (digest, _), flight in self._flights.items() if flight.done()})
+
+    def outstanding(self) -> list[Future[Loaded]]:
+        """The programs asked for that are not there yet."""
+        with self._condition:
+            return [flight for flight in self._flights.values() if not flight.done()]
 
     def close(self) -> None:
         """Drops what waits, finishes what is being compiled (for a while), ends the threads."""
@@ -179,6 +198,8 @@ class Compiler:
         return Loaded(executable, *self._client.memory(executable), "disk", milliseconds)
 
     def _compile(self, plan: Plan, device: int) -> Loaded:
+        if not self._may_compile():
+            raise NotCompiledError("the program is not compiled, and the policy is frozen")
         started = time.perf_counter()
         executable = self._client.compile(plan.text(), device, plan.homes)
         milliseconds = (time.perf_counter() - started) * 1e3

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from . import log
 from .alike import IsStructural
 from .calls import Entry, Lowerings, full_name, results_of
 from .clusters import find_clusters
-from .compiler import Compiler, Loaded
+from .compiler import Compiler, Loaded, NotCompiledError
 from .counters import Counters
 from .executor import About, Executable, Executor
 from .fleet import Fleet
@@ -30,7 +30,7 @@ from .guards import Guard, recorded_at
 from .joint import Collectives
 from .joints import Joints
 from .ladder import Ladder
-from .manifest import Journal, Outcome
+from .manifest import Journal, Outcome, Recorded
 from .memory import show_bytes
 from .observe import Observer
 from .pjrt import Client
@@ -50,8 +50,8 @@ class Engine:
     """Compiles and runs what the recorder hands over. All methods may be called from any thread.
 
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
-    lowerings ask; `knob` gives the settings clusters, log, memory_limit, debug_nans and num_compile_threads; `release`
-    lets go of arrays that nobody holds any more. A `journal` hears of every program and of what became of it;
+    lowerings ask; `knob` gives the settings clusters, log, memory_limit, debug_nans, policy and num_compile_threads;
+    `release` lets go of arrays that nobody holds any more. A `journal` hears of every program and of what became of it;
     `observers`, a list that may change, hear of each program and launch.
     `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means.
     """
@@ -84,7 +84,7 @@ class Engine:
         self.fragments = Fragments(table, self.client, store, counters, watch=lambda: knob("debug_nans"))
         self.plans = Plans(self.fragments, self.client, store, counters)
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
-        self.compiler = Compiler(self.client, store, counters, threads)
+        self.compiler = Compiler(self.client, store, counters, threads, may_compile=lambda: knob("policy") != "frozen")
         self._journal = journal
         self._joints = collectives and Joints(
             self.client, self.plans, self.compiler, collectives, is_structural, self._built, _about, observers
@@ -129,7 +129,7 @@ class Engine:
                 try:
                     made[number] = self._executable(build, device)
                 except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
-                    plan.failed(_explained(error, build.about, plan.run))
+                    plan.failed(_explained(error, build.about, plan))
                     return
             if clusters:
                 executables = [made[id(p)] for p in programs]
@@ -168,7 +168,16 @@ class Engine:
                 kept = "whole" if is_whole else f"in {len(parts.parts)} parts"
                 log.write(f"tpu:{device} region at {program.line} stays {kept}: whole {whole}, in parts {clusters}")
 
-        return Ladder(parts, climb, hot, torch.are_deterministic_algorithms_enabled, chosen)
+        def is_fixed() -> bool:
+            is_deterministic = self._knob("deterministic") or torch.are_deterministic_algorithms_enabled()
+            return is_deterministic or self._knob("policy") != "background"
+
+        return Ladder(parts, climb, hot, is_fixed, chosen)
+
+    def load(self, recorded: Iterable[Recorded], device: int = 0) -> list[Future[Loaded]]:
+        """Asks for the programs of a manifest before anything needs them."""
+        alone = [r for r in recorded if not (self._joints and self._joints.concern(r.program))]
+        return [self._submit(r.program, device, is_flat=r.is_flat).flight for r in alone]
 
     def _submit(self, program: Program, device: int, *, is_flat: bool, is_needed_now: bool = True) -> _Build:
         started = time.perf_counter()
@@ -287,9 +296,13 @@ def _unlowered(error: Exception, line: str, run: str) -> Exception:
     return failure
 
 
-def _explained(error: BaseException, about: About, run: str) -> Exception:
+def _explained(error: BaseException, about: About, plan: Any) -> Exception:
     """The error of a failed build."""
-    place = recorded_at(about.line, run)
+    place = recorded_at(about.line, plan.run)
+    if isinstance(error, NotCompiledError):
+        return NotCompiledError(
+            f"the region {place} ({about.ops} ops) is not compiled, and the policy is frozen; {plan.nearest}"
+        )
     if isinstance(error, CancelledError):
         return RuntimeError(f"the region {place} was not compiled: the engine is closed")
     text = f"the region {place} ({about.ops} ops) could not be compiled: {error}"

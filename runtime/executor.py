@@ -213,7 +213,8 @@ class Executor:
         if executable.checks:
             outcome = Outcome(client, outputs.pop(), executable.checks, doubts, spoiled, lambda: work.run)
             self._settle(device)
-            self._outcomes[device].append(outcome)
+            if not work.is_slice:  # its checks are the region's too
+                self._outcomes[device].append(outcome)
         guards = _guards(executable, outcome, doubts) if outcome or doubts else []
         region, about = work.region, executable.about
         launch = Launch(about, device, len(arguments), len(outputs), region["reason"], region["line"])

@@ -46,12 +46,16 @@ class Joints:
         self._about = about
         self._observers = observers
 
+    def concern(self, program: Program) -> bool:
+        """Whether the program has collectives."""
+        return any(op.name == self._collectives.op for op in program.ops)
+
     def executable(self, program: Program, device: int) -> Joint | HostCall | None:
         """What runs a program with collectives, as a whole where the ranks agree, else in parts; None without any."""
         collectives = self._collectives
-        found = {collectives.homes(op) for op in program.ops if op.name == collectives.op}
-        if not found:
+        if not self.concern(program):
             return None
+        found = {collectives.homes(op) for op in program.ops if op.name == collectives.op}
         homes = found.pop() if len(found) == 1 else ()
         if not homes and len(program.ops) == 1:
             return self._call(program, device)

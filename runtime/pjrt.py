@@ -89,6 +89,12 @@ class Client:
         stats = self.devices[device].memory_stats() or {}
         return int(stats.get("bytes_limit", 0))
 
+    def start_profile(self) -> Any:
+        """An XProf session; `stop_and_export(directory)` ends it. jax.profiler would start clients of its own."""
+        from jaxlib import _profiler
+
+        return _profiler.ProfilerSession()
+
     def live_arrays(self, device: int) -> list[Any]:
         """The arrays on a device, pending ones included (about half a microsecond per array)."""
         home = self.devices[device]

@@ -64,6 +64,7 @@ class _State:
         self.work = work
         self.device: int = work.device
         self.region: Any = work.region
+        self.is_slice: bool = work.is_slice
         self.arrays = {~i: array for i, array in enumerate(work.inputs())}
         self.guards = {~i: guard for guard, inputs in work.guards() for i in _bits(inputs)}
         self.errors = {~i: error for error, inputs in work.errors() for i in _bits(inputs)}
@@ -79,7 +80,7 @@ class _State:
 class PartWork:
     """What a launch asks of a work, for one part of it."""
 
-    __slots__ = ("_part", "_spoiled", "_state", "device", "executable", "floats", "ints", "region")
+    __slots__ = ("_part", "_spoiled", "_state", "device", "executable", "floats", "ints", "is_slice", "region")
 
     def __init__(
         self, state: _State, part: Part, executable: Any, floats: torch.Tensor | None, ints: torch.Tensor | None
@@ -87,6 +88,7 @@ class PartWork:
         self.executable = executable
         self.device = state.device
         self.region = state.region
+        self.is_slice = state.is_slice
         self.floats = floats
         self.ints = ints
         self._state = state

@@ -27,7 +27,7 @@ from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, 
 
 KNOBS: dict[str, Any] = {
     "clusters": True, "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0,
-    "num_compile_threads": 1,
+    "num_compile_threads": 1, "policy": "background",
 }  # fmt: skip
 
 
@@ -78,6 +78,7 @@ class Plan:
 
     def __init__(self, program: Program, device: int = 0) -> None:
         self.program, self.device, self.line, self.run = program, device, program.line, ""
+        self.nearest = ""
         self.executable: Any = None
         self.error: Any = None
         self._done = threading.Event()
@@ -104,7 +105,7 @@ class Work:
         self, executable: Any, inputs: list[Any], guards: Any = (), floats: Any = None, ints: Any = None
     ) -> None:
         self.executable, self.device, self.floats, self.ints = executable, 0, floats, ints
-        self.region, self.run = {"reason": "read", "line": "test.py:9"}, ""
+        self.region, self.run, self.is_slice = {"reason": "read", "line": "test.py:9"}, "", False
         self._inputs, self._guards = inputs, list(guards)
         self.outputs: Any = None
         self.guards_made: list[Any] = []
@@ -157,7 +158,7 @@ def text_of(engine: Engine, program: Program) -> str:
 
 
 def plan_of(text: str) -> plans.Plan:
-    return plans.Plan(Key.of("program", {"text": text}), lambda: text, False, (), (), (), (), {})
+    return plans.Plan(Key.of("program", {"text": text}), lambda: text, False, (), (), (), (), {}, ())
 
 
 def run(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchtpu
 from torchtpu import metrics, startup
 from torchtpu.runtime import _C
 
@@ -94,6 +95,33 @@ def test_what_is_read_later_is_the_value_of_the_read(hold_builds: Callable[[Any]
     after = x.cpu()
     x.mul_(5)
     assert (before.tolist(), after.tolist(), x.tolist()) == ([1.0] * 3, [2.0] * 3, [10.0] * 3)
+
+
+def test_an_async_read_waits_for_nothing_and_keeps_the_value_of_its_place(
+    hold_builds: Callable[[Any], None],
+) -> None:
+    x = torch.ones(2, 3, device="tpu")
+    x.cpu()
+    released, called = threading.Event(), threading.Event()
+    hold_builds(released)
+    y = x.exp2() + 2
+    future = torchtpu.async_read(y.t()[1:])
+    future.add_done_callback(lambda _: called.set())
+    y.zero_()
+    assert not future.done()
+    released.set()
+    assert future.result(60).tolist() == [[4.0, 4.0]] * 2
+    assert future.done()
+    assert called.wait(60)
+    assert y.tolist() == [[0.0] * 3] * 2
+    assert torchtpu.async_read(torch.arange(3)).result().tolist() == [0, 1, 2]
+
+
+def test_an_async_read_raises_what_a_read_raises() -> None:
+    x = torch.ones(3, device="tpu")
+    future = torchtpu.async_read(x[torch.tensor([5], device="tpu")])
+    with pytest.raises(IndexError):
+        future.result(60)
 
 
 def test_a_long_wait_logs_one_line_that_names_the_region(

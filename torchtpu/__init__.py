@@ -16,7 +16,20 @@ if failure() is None:
     from torchtpu import config, kernels, metrics
     from torchtpu.debugging import compare, debug_nans
     from torchtpu.explaining import explain
+    from torchtpu.loading import ready
     from torchtpu.profiler import xprof
+    from torchtpu.reading import async_read
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "compare", "config", "debug_nans", "explain", "kernels", "metrics", "xprof"]
+__all__ = [
+    "__version__",
+    "async_read",
+    "compare",
+    "config",
+    "debug_nans",
+    "explain",
+    "kernels",
+    "metrics",
+    "ready",
+    "xprof",
+]

@@ -29,7 +29,7 @@ class Plan:
     """What becomes of one node: the dimensions of its tensors (None for what is no tensor), and the surplus of which
     arguments is replaced by which value before, by the argument's name."""
 
-    dims: list[Dims | None]
+    dims: Sequence[Dims | None]
     masks: dict[str, float] = field(default_factory=dict)
     averages: tuple[int, ...] | None = None  # a mean over these dimensions divides by the true count
     hides_keys: bool = False  # attention gets a bias that hides the surplus keys
@@ -108,7 +108,7 @@ def merged(dim: Dim) -> Dim:
 
 def regrouped(dims: Dims, shape: Sequence[Any]) -> Dims:
     """The dimensions of a view with this shape; a symbol's factor stays whole."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     waiting = [f for dim in dims for f in dim]
     made = []

@@ -30,7 +30,8 @@ def dims_of(node: Node) -> Dims:
 
 def memory_order(value: torch.Tensor) -> list[int]:
     """The dimensions of a tensor without gaps, slowest first."""
-    strides = [s.node.hint if isinstance(s, torch.SymInt) else s for s in value.stride()]
+    strides: Any = value.stride()
+    strides = [s.node.hint if isinstance(s, torch.SymInt) else s for s in strides]
     order = sorted(range(value.dim()), key=lambda d: -strides[d])
     if not value.permute(order).is_contiguous():
         raise Unsafe("a result with gaps")
@@ -231,7 +232,7 @@ class Writer:
         found = value.meta.get("val")
         if isinstance(found, NUMBERS):
             self.outputs.append(_true_number(found.node.expr, self._symbols))
-        elif not is_seen or not is_tensor(value) or not any_ragged(dims_of(value)):
+        elif not is_seen or not isinstance(found, torch.Tensor) or not any_ragged(dims_of(value)):
             self.outputs.append(_as_is)
         else:
             self.outputs.append(_true_part(found, self._symbols))

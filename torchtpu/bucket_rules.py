@@ -30,6 +30,16 @@ from torchtpu.bucket_dims import (
     results,
     simple,
 )
+from torchtpu.bucket_rules_nn import (
+    attention,
+    attention_backward,
+    by_sample,
+    embedding,
+    embedding_backward,
+    layer_norm,
+    nll,
+    sums_rows,
+)
 
 # ---- rules: each returns the plan of a call
 
@@ -239,73 +249,6 @@ def _linear(call: Call) -> Plan:
     return Plan([(*x[:-1], weight[0])])
 
 
-def _sums_rows(*masked: str) -> Callable[[Call], Plan]:
-    """Backward ops that give back a gradient per row and sums over all rows: the surplus counts as zero."""
-
-    def rule(call: Call) -> Plan:
-        node = call.node
-        rows = call.dims(masked[1])
-        plan = Plan([], {name: 0 for name in masked if isinstance(call.arguments.get(name), Node)})
-        for i, value in enumerate(node.meta["val"]):
-            if value is None:
-                plan.dims.append(None)
-            else:
-                shape = call.shape(i)
-                is_row = any(getattr(size, "free_symbols", ()) for size in shape)
-                plan.dims.append(rows if is_row else tuple(map(simple, shape)))
-        return plan
-
-    return rule
-
-
-def _layer_norm(call: Call) -> Plan:
-    dims = call.dims("input")
-    count = len(call.arguments["normalized_shape"])
-    if any_ragged(dims[len(dims) - count :]):
-        raise Unsafe("normalises a size that changes")
-    rows = (*dims[: len(dims) - count], *((),) * count)
-    return Plan([dims, rows, rows][: len(results(call.node))])
-
-
-def _by_sample(name: str) -> Callable[[Call], Plan]:
-    """Ops on images: each sample of the first dimension for itself."""
-
-    def rule(call: Call) -> Plan:
-        dims = call.dims(name)
-        for other in map(call.dims, call.tensors()):
-            if any_ragged(other) and (other[0] != dims[0] or any_ragged(other[1:])):
-                raise Unsafe("an image size that changes")
-        count = len(results(call.node))
-        shapes = [call.shape(i if isinstance(call.node.meta["val"], (list, tuple)) else None) for i in range(count)]
-        return Plan([(dims[0], *map(simple, shape[1:])) for shape in shapes])
-
-    return rule
-
-
-def _embedding(call: Call) -> Plan:
-    weight = call.dims("weight")
-    if any_ragged(weight):
-        raise Unsafe("a table that changes")
-    return Plan([(*call.dims("indices"), weight[1])], {"indices": 0})
-
-
-def _embedding_backward(call: Call) -> Plan:
-    return Plan([tuple(map(simple, call.shape()))], {"grad_output": 0, "indices": 0})
-
-
-def _nll(call: Call) -> Plan:
-    dims = call.dims("self")
-    if len(dims) != 2 or is_ragged(dims[1]):
-        raise Unsafe("classes that change")
-    if call.arguments.get("weight") is not None:
-        raise Unsafe("weights of classes")
-    ignored = call.arguments.get("ignore_index", -100)
-    if "grad_output" in call.arguments:
-        return Plan([dims], {"target": ignored})
-    rows = call.dims("target") if call.arguments.get("reduction", 1) == 0 else ()
-    return Plan([rows, ()], {"target": ignored, "self": 0})
-
-
 def _gather(call: Call) -> Plan:
     dims, index = call.dims("self"), call.dims("index")
     axis = call.axis("dim", len(dims))
@@ -324,31 +267,6 @@ def _arange(call: Call) -> Plan:
     return _sized(call)
 
 
-def _attention(call: Call) -> Plan:
-    query, key, value = (call.dims(name) for name in ("query", "key", "value"))
-    if call.arguments.get("dropout_p", 0.0) != 0.0 or len(query) != 4:
-        raise Unsafe("attention with dropout")
-    if query[3] != key[3] or key[2] != value[2] or is_ragged(query[3]) or is_ragged(query[1]):
-        raise Unsafe("heads that change")
-    is_changing = is_ragged(key[2])
-    if is_changing and call.arguments.get("is_causal") and query[2] != key[2]:
-        raise Unsafe("a causal mask between sizes that differ")
-    masks: dict[str, float] = {"query": 0, "key": 0, "value": 0}
-    dims: list[Dims | None] = [(*query[:3], value[3]), query[:3], None, None, None, None, (), (), None]
-    return Plan(dims, masks, hides_keys=is_changing and not call.arguments.get("is_causal"))
-
-
-def _attention_backward(call: Call) -> Plan:
-    query, key, value = (call.dims(name) for name in ("query", "key", "value"))
-    is_changing = is_ragged(key[2])
-    hides = is_changing and not call.arguments.get("is_causal")
-    bias = call.arguments.get("attn_bias")
-    if isinstance(bias, Node) and is_tensor(bias) and call.arguments["grad_input_mask"][3]:
-        raise Unsafe("a bias with a gradient")
-    masks: dict[str, float] = dict.fromkeys(("grad_out", "query", "key", "value", "out", "logsumexp"), 0)
-    return Plan([query, key, value, None], masks, hides_keys=hides)
-
-
 _POINTWISE = [
     "_to_copy", "clone", "alias", "detach", "lift_fresh", "copy", "where", "masked_fill", "fill",
     "threshold_backward", "gelu_backward", "silu_backward", "hardtanh_backward", "leaky_relu_backward",
@@ -360,8 +278,8 @@ _RULES: dict[str, Callable[[Call], Plan]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
     **dict.fromkeys(("triu", "tril"), _same),
     **dict.fromkeys(("transpose", "t"), _transpose),
-    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), _by_sample("self")),
-    **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward"), _by_sample("self")),
+    **dict.fromkeys(("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"), by_sample("self")),
+    **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward"), by_sample("self")),
     **dict.fromkeys(("split", "split_with_sizes", "unbind", "chunk"), _split),
     **dict.fromkeys(("full", "zeros", "ones", "new_zeros", "new_ones", "new_full", "new_empty", "empty"), _sized),
     **dict.fromkeys(("cumsum", "flip", "sort"), _along("dim")),
@@ -390,24 +308,24 @@ _RULES: dict[str, Callable[[Call], Plan]] = {
     "addmm": _multiply("mat1", "mat2", "self"),
     "baddbmm": _multiply("batch1", "batch2", "self"),
     "linear": _linear,
-    "linear_backward": _sums_rows("grad_output", "self"),
-    "native_layer_norm": _layer_norm,
-    "native_layer_norm_backward": _sums_rows("grad_out", "input", "mean", "rstd"),
-    "_fused_rms_norm": _layer_norm,
-    "_fused_rms_norm_backward": _sums_rows("grad_out", "input", "rstd"),
-    "native_group_norm": _by_sample("input"),
-    "native_group_norm_backward": _sums_rows("grad_out", "input", "mean", "rstd"),
-    "_native_batch_norm_legit_no_training": _by_sample("input"),
-    "convolution": _by_sample("input"),
-    "convolution_backward": _sums_rows("grad_output", "input"),
-    "embedding": _embedding,
-    "embedding_dense_backward": _embedding_backward,
-    "nll_loss_forward": _nll,
-    "nll_loss_backward": _nll,
+    "linear_backward": sums_rows("grad_output", "self"),
+    "native_layer_norm": layer_norm,
+    "native_layer_norm_backward": sums_rows("grad_out", "input", "mean", "rstd"),
+    "_fused_rms_norm": layer_norm,
+    "_fused_rms_norm_backward": sums_rows("grad_out", "input", "rstd"),
+    "native_group_norm": by_sample("input"),
+    "native_group_norm_backward": sums_rows("grad_out", "input", "mean", "rstd"),
+    "_native_batch_norm_legit_no_training": by_sample("input"),
+    "convolution": by_sample("input"),
+    "convolution_backward": sums_rows("grad_output", "input"),
+    "embedding": embedding,
+    "embedding_dense_backward": embedding_backward,
+    "nll_loss_forward": nll,
+    "nll_loss_backward": nll,
     "gather": _gather,
     "arange": _arange,
-    "_scaled_dot_product_fused_attention_overrideable": _attention,
-    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "_scaled_dot_product_fused_attention_overrideable": attention,
+    "_scaled_dot_product_fused_attention_overrideable_backward": attention_backward,
 }
 # Ops whose symbolic numbers are sizes of tensors, so that padding changes them along.
 _TAKE_SIZES = {
@@ -446,7 +364,7 @@ def plan_of(node: Node, dims_of: Callable[[Node], Dims]) -> Plan:
     ):
         return Plan([tuple(map(simple, v.shape)) if isinstance(v, torch.Tensor) else None for v in results(node)])
     rule = _RULES.get(name) or (_pointwise if torch.Tag.pointwise in target.tags else None)
-    draws = torch.Tag.nondeterministic_seeded in target.tags and rule is not _attention
+    draws = torch.Tag.nondeterministic_seeded in target.tags and rule is not attention
     if draws or schema.is_mutable:
         raise Unsafe(f"{schema.name} draws or writes")
     if rule is None:
@@ -460,7 +378,8 @@ def _check(node: Node, plan: Plan) -> None:
     """The factors of each dimension make its size."""
     for value, dims in zip(results(node), plan.dims, strict=True):
         if isinstance(value, torch.Tensor):
-            sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape]
+            shape: Any = value.shape
+            sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
             if (
                 dims is None
                 or len(dims) != len(sizes)

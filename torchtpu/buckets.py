@@ -77,10 +77,10 @@ def _analyse(nodes: list[Node]) -> bool:
             node.meta[PLAN] = Plan([])
         elif node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
             source, index = node.args
-            node.meta[PLAN] = Plan([source.meta[PLAN].dims[index]])  # type: ignore[union-attr,index]
+            node.meta[PLAN] = Plan([source.meta[PLAN].dims[index]])  # type: ignore[union-attr]
         elif is_op:
             node.meta[PLAN] = plan_of(node, dims_of)
-        elif is_tensor(node):  # from outside
+        elif isinstance(value, torch.Tensor):  # from outside
             node.meta[PLAN] = Plan([tuple(map(simple, value.shape))])
         elif node.op == "placeholder":
             node.meta[PLAN] = Plan([])

@@ -56,6 +56,14 @@ KNOBS: Mapping[str, Knob] = {
         Knob("sync", False, bool, "run each op at once, so that an error is raised on its own line (slow)"),
         Knob("log", (), "launch,cluster,stablehlo", "what to log: a line per launch, per cluster, program texts"),
         Knob("debug_nans", "off", "off|nan|inf", "check what each op makes for NaN, or for NaN and infinities (slow)"),
+        Knob(
+            "policy",
+            "background",
+            "background|block|frozen",
+            "block: a program never stands in for one that is being compiled; frozen: nothing is compiled, what exists "
+            "runs or the region raises",
+        ),
+        Knob("deterministic", False, bool, "as torch.use_deterministic_algorithms(True): see docs/policies.md"),
         Knob("fallback", "warn", "warn|error|silent", "what happens before an op without a lowering runs on the CPU"),
         Knob("memory_limit", 0, "bytes", "most bytes of buffers per device; 0: what the device has"),
         Knob("max_region_ops", 2048, int, "a region without a read is cut after at most this many ops"),

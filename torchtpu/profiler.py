@@ -141,11 +141,7 @@ def _add(path: Path, events: list[Event]) -> None:
 @contextlib.contextmanager
 def xprof(directory: str | Path) -> Iterator[None]:
     """Writes what XLA and the device did in the block as an XProf session, for TensorBoard's or XProf's viewer."""
-    startup.engine()
-    from jaxlib import _profiler
-
-    # jax.profiler would start clients of its own beside the engine's.
-    session = _profiler.ProfilerSession()
+    session = startup.engine().client.start_profile()
     try:
         yield
         torch.tpu.synchronize()  # type: ignore[attr-defined]

@@ -239,7 +239,7 @@ def _count_devices() -> int:
     return len(visible.split(",")) if visible else max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
-def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool]]:
+def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool]]:
     from torchtpu import ops
 
     ops.load()
@@ -256,6 +256,7 @@ def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool,
             entry.infer is not None,
             entry.ints,
             entry.multiplies,
+            False,
         )
         for name, entry in table.items()
     ]
@@ -268,6 +269,8 @@ def _apply(name: str, value: Any) -> None:
     _settings[name] = value
     if name == "sync":
         _C.set_sync(value)
+    elif name in ("policy", "deterministic"):
+        _C.set_policy(config.get("policy") == "frozen", config.get("deterministic"))
     elif name == "debug_nans" and is_in_use():
         _C.forget_streams()  # their programs check nothing, or too much
     elif name in ("max_region_ops", "max_region_bytes", "max_in_flight"):

@@ -9,6 +9,7 @@
 #include "process_group.h"
 #include "program.h"
 #include "queue.h"
+#include "read.h"
 #include "replay.h"
 
 namespace torchtpu {
@@ -28,6 +29,7 @@ OpFacts read_facts(const py::tuple& row) {
   facts.has_infer = row[5].cast<bool>();
   facts.ints = row[6].cast<std::vector<std::string>>();
   facts.multiplies = row[7].cast<bool>();
+  facts.runs_once = row[8].cast<bool>();
   return facts;
 }
 
@@ -35,7 +37,8 @@ py::list input_objects(const Work& work) {
   py::list objects(work.inputs.size());
   for (size_t i = 0; i < work.inputs.size(); i++) {
     Buffer& buffer = *work.inputs[i];
-    if (!buffer.object && !buffer.error) buffer.object = upload(buffer.host, buffer.device);
+    bool is_wanting = !buffer.object && buffer.state != BufferState::kError;
+    if (is_wanting) buffer.object = upload(buffer.host, buffer.device);
     PyObject* object = buffer.object ? buffer.object : Py_None;
     Py_INCREF(object);
     PyList_SET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i), object);
@@ -59,6 +62,12 @@ py::list by_input(const Work& work, Get&& get) {
   for (const auto& [object, bits] : found)
     pairs.append(py::make_tuple(py::handle(object), from_bytes(py::bytes(bits), "little")));
   return pairs;
+}
+
+// An input without a value: it failed, or a slice goes without it.
+PyObject* error_of(const Buffer& buffer) {
+  static PyObject* missing = py::handle(PyExc_RuntimeError)("tpu: not recorded yet").release().ptr();
+  return buffer.state == BufferState::kError && !buffer.error ? missing : buffer.error;
 }
 
 py::object optional_tensor(const at::Tensor& t) { return t.defined() ? py::cast(t) : py::object(py::none()); }
@@ -96,6 +105,7 @@ py::dict stats() {
   d["trie_misses"] = now.misses;
   d["trie_nodes"] = trie_nodes;
   d["regions"] = now.regions;
+  d["slices"] = now.slices;
   d["cuts"] = cuts;
   d["live_buffers"] = buffers;
   d["live_nodes"] = live_nodes;
@@ -169,6 +179,7 @@ void bind_engine_types(py::module& m) {
                              [](const Plan& p) { return make_program(p.node, p.inputs, p.outputs, p.donated, p.line); })
       .def_property_readonly("device", [](const Plan& p) { return static_cast<int>(p.device); })
       .def_property_readonly("line", [](const Plan& p) { return p.line; })
+      .def_property_readonly("nearest", [](const Plan& p) { return p.nearest; })
       .def_property_readonly("run", [](const Plan& p) { return describe_run(p, p.entry.get(), p.line); })
       .def("ready", [](Plan& p, py::object executable) { plan_ready(p, executable.ptr()); })
       .def("failed", [](Plan& p, py::object error) { plan_failed(p, error.ptr()); });
@@ -181,7 +192,8 @@ void bind_engine_types(py::module& m) {
       .def_property_readonly("region", &describe_region)
       .def_property_readonly("run", [](const Work& w) { return describe_run(*w.plan, w.entry.get(), w.line); })
       .def("inputs", &input_objects)
-      .def("errors", [](const Work& w) { return by_input(w, [](const Buffer& b) { return b.error; }); })
+      .def_property_readonly("is_slice", [](const Work& w) { return w.is_slice; })
+      .def("errors", [](const Work& w) { return by_input(w, &error_of); })
       .def("guards", [](const Work& w) { return by_input(w, [](const Buffer& b) { return b.guard; }); })
       .def("done",
            [](Work& w, const py::list& objects, const py::list& guards) {
@@ -234,6 +246,13 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("forget_streams", &forget_streams);
   m.def("synchronize", [](int device) { synchronize(static_cast<c10::DeviceIndex>(device)); }, py::arg("device") = -1);
+  py::class_<Reading, std::shared_ptr<Reading>>(m, "Reading")
+      .def(py::init([](const at::Tensor& t) {
+        auto reading = std::make_shared<Reading>(t);
+        wake_launcher();
+        return reading;
+      }))
+      .def("wait", [](const Reading& reading) { return reading.wait().clone(at::MemoryFormat::Preserve); });
   m.def("to_host", [](const at::Tensor& t) { return read_to_host(t).clone(at::MemoryFormat::Preserve); });
   m.def("is_on_host", &is_on_host);
   m.def("stats", &stats);
@@ -244,6 +263,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("wait_marker", &wait_marker);
   m.def("marker_time", &marker_time);
   m.def("set_sync", [](bool on) { sync_mode = on; });
+  m.def("set_policy", [](bool is_frozen, bool is_exact) {
+    policy.is_frozen = is_frozen;
+    policy.is_exact = is_exact;
+  });
   m.def("set_limits", [](int64_t max_ops, int64_t max_bytes, int64_t max_in_flight) {
     limits.max_ops = max_ops;
     limits.max_bytes = max_bytes;

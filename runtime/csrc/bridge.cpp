@@ -181,8 +181,12 @@ void resolve_guard(PyObject* guard) {
   guarded([&] { engine().attr("resolve")(py::handle(guard)); });
 }
 
-void report_read(double started, double seconds, int64_t nbytes) {
-  std::string line = current_line();
+bool has_passed(PyObject* guard) {
+  py::gil_scoped_acquire gil;
+  return guarded([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
+}
+
+void report_read(const std::string& line, double started, double seconds, int64_t nbytes) {
   py::gil_scoped_acquire gil;
   guarded([&] { engine().attr("was_read")(line, started, seconds, nbytes); });
 }

@@ -27,10 +27,11 @@ void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype,
 at::Tensor download(PyObject* object);
 PyObject* upload(const at::Tensor& host, c10::DeviceIndex device);  // new reference
 void resolve_guard(PyObject* guard);
+bool has_passed(PyObject* guard);  // waits for the guard's checks
 void launch(const std::shared_ptr<struct Work>& work);
 void plan(const std::shared_ptr<struct Plan>& plan);
-// A read of `nbytes` began at `started` (steady clock) and took `seconds`; told while reads_are_observed.
-void report_read(double started, double seconds, int64_t nbytes);
+// A read of `nbytes` on `line` began at `started` (steady clock) and took `seconds`; told while reads_are_observed.
+void report_read(const std::string& line, double started, double seconds, int64_t nbytes);
 extern std::atomic<bool> reads_are_observed;
 void report_waiting(const std::string& what, double seconds);
 void finish_device(c10::DeviceIndex device);

@@ -1,6 +1,5 @@
 // Where a region ends: in comes a recorder with its pending region, out goes a launch of the plan that fits it.
 
-#include <ATen/EmptyTensor.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 
 #include "bridge.h"
 #include "queue.h"
+#include "slice.h"
 
 namespace torchtpu {
 
@@ -81,6 +81,12 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
   for (auto& plan : node.plans) {
     if (plan->outputs == live && plan->inputs == inputs && is_mask_subset(plan->donated, free)) return plan;
   }
+  bool is_exact = policy.is_exact || at::globalContext().deterministicAlgorithms();
+  if (is_exact) {
+    auto plan = make_plan(r, std::move(inputs), live, free, line);
+    node.plans.push_back(plan);
+    return plan;
+  }
   auto bases = bases_of(&node, live);
   int64_t live_bytes = total_bytes(bases);
   std::shared_ptr<Plan> best;
@@ -89,36 +95,18 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
     if (fits && (!best || plan->output_bytes < best->output_bytes)) best = plan;
   }
   if (best) return best;
-  auto plan = std::make_shared<Plan>();
-  plan->trie = r.trie;
-  plan->node = &node;
-  plan->outputs = live;
+  std::vector<int32_t> outputs = live;
   for (auto& known : node.plans) {  // incomparable live sets converge to their union
     std::vector<int32_t> both;
-    std::set_union(plan->outputs.begin(), plan->outputs.end(), known->outputs.begin(), known->outputs.end(),
+    std::set_union(outputs.begin(), outputs.end(), known->outputs.begin(), known->outputs.end(),
                    std::back_inserter(both));
     if (total_bytes(bases_of(&node, both)) - live_bytes <= std::max(kSmallSurplusBytes, live_bytes / 50)) {
-      plan->outputs = std::move(both);
+      outputs = std::move(both);
     }
   }
-  plan->output_bases = bases_of(&node, plan->outputs);
-  plan->output_bytes = total_bytes(plan->output_bases);
-  plan->donated = agree_on_donation(node, free);
-  plan->inputs = std::move(inputs);
-  plan->device = r.device;
-  plan->line = line;
-  plan->entry = r.entry;
+  auto plan = make_plan(r, std::move(inputs), std::move(outputs), agree_on_donation(node, free), line);
   node.plans.push_back(plan);
-  enqueue_plan(plan);
   return plan;
-}
-
-template <class T>
-at::Tensor pack(const std::vector<T>& numbers) {
-  if (numbers.empty()) return {};
-  auto t = at::detail::empty_cpu({static_cast<int64_t>(numbers.size())}, c10::CppTypeToScalarType<T>::value);
-  memcpy(t.data_ptr(), numbers.data(), numbers.size() * sizeof(T));
-  return t;
 }
 
 // A plan keeps its trie and a trie its plans: both go when nobody launches the plans any more.
@@ -128,6 +116,7 @@ void replace_trie(Recorder& r) {
     Node* node = path.back();
     path.pop_back();
     node->plans.clear();
+    node->reads.reset();
     for (auto& child : node->children) path.push_back(child.get());
   }
   r.trie = std::make_shared<Trie>();
@@ -148,12 +137,55 @@ void start_region(Recorder& r) {
   r.inputs.clear();
   r.floats.clear();
   r.ints.clear();
+  r.slices.clear();
+  r.detour = nullptr;
   std::fill(r.live.begin(), r.live.end(), nullptr);
 }
 
 }  // namespace
 
+namespace {
+
+std::string describe_op(const Node& node) { return node.info->name + " (" + node.line + ")"; }
+
+// What an earlier region that began like the one that ends at `end` had where they part.
+std::string describe_nearest(const Node* end) {
+  const Node* from = nullptr;
+  for (const Node* node = end;; from = node, node = node->parent) {
+    if (node->trunk && node->trunk != from) {
+      return "the nearest region known has " + describe_op(*node->trunk) +
+             (from ? " where this one has " + describe_op(*from) : " after the last op of this one");
+    }
+    if (!node->plans.empty()) {
+      return from ? "the nearest region known ends before " + describe_op(*from)
+                  : "a region known has the same ops, but other results";
+    }
+    if (!node->info) return "no region known begins with " + describe_op(*from);
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<const Base*> inputs, std::vector<int32_t> outputs,
+                                std::vector<uint8_t> donated, const std::string& line) {
+  auto plan = std::make_shared<Plan>();
+  plan->trie = r.trie;
+  plan->node = r.at;
+  plan->inputs = std::move(inputs);
+  plan->output_bases = bases_of(r.at, outputs);
+  plan->output_bytes = total_bytes(plan->output_bases);
+  plan->outputs = std::move(outputs);
+  plan->donated = std::move(donated);
+  plan->device = r.device;
+  plan->line = line;
+  plan->entry = r.entry;
+  if (policy.is_frozen) plan->nearest = describe_nearest(r.at);
+  enqueue_plan(plan);
+  return plan;
+}
+
 WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vector<KeptValue>* kept) {
+  if (!kept) leave_detour(r);
   if (r.is_empty()) {
     if (!r.inputs.empty()) {
       drop_inputs(r, 0);
@@ -163,6 +195,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
     return nullptr;
   }
   if (!kept) split_by_shape(r, line);
+  if (!kept && policy.is_frozen) split_by_known(r, line);
   auto kept_at = [&](int32_t value) -> KeptValue* {
     if (!kept) return nullptr;
     auto it = std::lower_bound(kept->begin(), kept->end(), value,
@@ -195,10 +228,14 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
     output = c10::make_intrusive<Buffer>(work->plan->output_bases[i], r.device, BufferState::kPending);
     if (s) s->set_buffer(output);
     if (keeper) keeper->buffer = output;
+    // A value once read stays what it was, and costs nothing.
+    if (auto read = r.slices.find(value); read != r.slices.end()) output->host = read->second->host;
   }
   work->inputs = std::move(r.inputs);
   work->floats = pack(r.floats);
   work->ints = pack(r.ints);
+  for (Node* node = r.at; node->info; node = node->parent) node->parent->trunk = node;
+  r.recorded += r.at->depth;
   counters.regions++;
   counters.cuts[reason]++;
   start_region(r);
@@ -263,17 +300,15 @@ void await_owner(const TpuStorage* s) {
   }
 }
 
-}  // namespace
-
-BufferRef materialize(TpuStorage* s, const char* reason) {
+ReadValue materialize(TpuStorage* s, const char* reason, bool may_slice) {
   bool is_ours;
-  auto claim = [&] {
-    if (s->buffer) s->buffer->readers++;
-    return s->buffer;
+  auto claim = [&](BufferRef buffer, bool is_slice) -> ReadValue {
+    if (buffer) buffer->readers++;
+    return {std::move(buffer), is_slice};
   };
   {
     StateGuard guard(state_lock);
-    if (!is_pending(s)) return claim();
+    if (!is_pending(s)) return claim(s->buffer, false);
     is_ours = s->recorder == &recorder_for(s->device_index);
   }
   if (!is_ours) {
@@ -282,8 +317,18 @@ BufferRef materialize(TpuStorage* s, const char* reason) {
   }
   std::string line = current_line();
   StateGuard guard(state_lock);
-  if (is_pending(s)) cut_locked(*s->recorder, reason, std::move(line));
-  return claim();
+  if (is_pending(s)) {
+    BufferRef slice = may_slice ? read_beside(*s->recorder, s->value, is_ours, line) : BufferRef();
+    if (slice) return claim(std::move(slice), true);
+    s->recorder->slices.erase(s->value);  // one that could not be computed
+    cut_locked(*s->recorder, reason, std::move(line));
+  }
+  return claim(s->buffer, false);
 }
+
+}  // namespace
+
+BufferRef materialize(TpuStorage* s, const char* reason) { return materialize(s, reason, false).buffer; }
+ReadValue materialize_to_read(TpuStorage* s) { return materialize(s, "read", true); }
 
 }  // namespace torchtpu

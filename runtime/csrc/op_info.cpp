@@ -56,7 +56,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle, const OpFacts& facts)
       lifts(facts.lifts),
       random(facts.random),
       has_infer(facts.has_infer),
-      multiplies(facts.multiplies) {
+      multiplies(facts.multiplies),
+      runs_once(facts.runs_once) {
   const auto& schema = handle.schema();
   name = schema.name().starts_with("aten::") ? schema.name().substr(6) : schema.name();
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();

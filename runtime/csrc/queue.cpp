@@ -407,13 +407,13 @@ void work_spoil(Work& work, size_t output, PyObject* error) {
   Py_INCREF(error);
   buffer->error = error;
   buffer->state.store(BufferState::kError, std::memory_order_release);
-  keep_unseen(error);
+  if (!work.is_slice) keep_unseen(error);  // the region will fail too, if it is computed
 }
 
 void work_failed(Work& work, PyObject* error) {
   for (size_t i = 0; i < work.outputs.size(); i++) work_spoil(work, i, error);
   work.outputs.clear();
-  keep_unseen(error);
+  if (!work.is_slice) keep_unseen(error);
 }
 
 void raise_unseen_error() {

@@ -1,6 +1,8 @@
 // The launch queue: in come cut regions, out go calls of the engine in program order, and waiting readers.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
+
 #include <condition_variable>
 #include <deque>
 
@@ -20,6 +22,7 @@ struct Plan {
   int64_t output_bytes = 0;
   c10::DeviceIndex device = 0;
   std::string line;                  // where its first region ended
+  std::string nearest;               // under policy frozen: the known region that has most in common
   std::shared_ptr<CodePlace> entry;  // where that began
   std::atomic<State> state{kNew};
   PyObject* executable = nullptr;  // written before state becomes kReady
@@ -37,10 +40,21 @@ struct Work {
   c10::DeviceIndex device = 0;
   std::string reason, line;
   std::shared_ptr<CodePlace> entry;
+  bool is_slice = false;  // computes again, for a read, what its region will compute
   std::atomic<bool> is_done{false};
   double cut_at = 0, finished_at = 0;  // seconds of the steady clock; finished_at is a marker's
 };
 
+// A plan for the program that ends at r.at, handed to the engine.
+std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<const Base*> inputs, std::vector<int32_t> outputs,
+                                std::vector<uint8_t> donated, const std::string& line);
+template <class T>
+at::Tensor pack(const std::vector<T>& numbers) {
+  if (numbers.empty()) return {};
+  auto t = at::detail::empty_cpu({static_cast<int64_t>(numbers.size())}, c10::CppTypeToScalarType<T>::value);
+  memcpy(t.data_ptr(), numbers.data(), numbers.size() * sizeof(T));
+  return t;
+}
 void enqueue_plan(std::shared_ptr<Plan> plan);
 void enqueue(WorkRef work);  // no waking: see wake_launcher
 void wake_launcher();        // soon

@@ -1,5 +1,7 @@
 // Reading is eager: in comes a tensor, out comes a host tensor with its values, or the error that kept them from being.
 
+#include "read.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -15,24 +17,55 @@ namespace {
 // A value this small is kept on the host after the first read: reading it again costs nothing.
 constexpr int64_t kMaxKeptBytes = 4096;
 
-// Ends the reading that materialize() began.
-struct EndReading {
-  ~EndReading() {
-    buffer.readers--;
-    num_reading--;
-  }
-  Buffer& buffer;
+struct CountReading {
+  CountReading() { num_reading++; }
+  ~CountReading() { num_reading--; }
 };
 
-at::Tensor host_value(const BufferRef& buffer) {
-  num_reading++;
-  EndReading reading{*buffer};
+at::Tensor known_on_host(Buffer& buffer) {
+  StateGuard guard(state_lock);
+  return buffer.host;
+}
+
+}  // namespace
+
+Reading::Reading(const at::Tensor& t, bool may_slice)
+    : options_(t.options().device(at::kCPU)),
+      is_conj_(t.is_conj()),
+      is_neg_(t.is_neg()),
+      sizes_(t.sizes().vec()),
+      strides_(t.strides().vec()),
+      offset_(t.storage_offset()) {
+  check_running();
+  if (t.numel() == 0) return;
+  if (reads_are_observed.load(std::memory_order_relaxed)) {
+    started_ = seconds_now();
+    line_ = current_line();
+  }
+  auto* s = storage_of(t);
+  value_ = may_slice ? materialize_to_read(s) : ReadValue{materialize(s, "read")};
+}
+
+Reading::~Reading() {
+  if (value_.buffer) value_.buffer->readers--;
+}
+
+bool Reading::is_sound() const {
+  if (!value_.is_slice || known_on_host(*value_.buffer).defined()) return true;
+  CountReading reading;
+  wait_ready(value_.buffer);
+  return value_.buffer->state == BufferState::kReady && (!value_.buffer->guard || has_passed(value_.buffer->guard));
+}
+
+at::Tensor Reading::host_value() const {
+  const BufferRef& buffer = value_.buffer;
+  if (at::Tensor known = known_on_host(*buffer); known.defined()) return known;
+  CountReading reading;
   wait_ready(buffer);
   if (buffer->state == BufferState::kError) {
     mark_seen(buffer->error);
     raise_stored(buffer->error);
   }
-  if (buffer->host.defined()) return buffer->host;
   if (buffer->guard) resolve_guard(buffer->guard);
   at::Tensor host = download(buffer->object);
   if (buffer->base->nbytes <= kMaxKeptBytes) {
@@ -43,26 +76,28 @@ at::Tensor host_value(const BufferRef& buffer) {
   return host;
 }
 
-}  // namespace
-
-at::Tensor read_to_host(const at::Tensor& t) {
-  check_running();
-  auto options = t.options().device(at::kCPU);
-  if (t.numel() == 0) return at::empty_strided(t.sizes(), t.strides(), options);
-  auto* s = storage_of(t);
-  bool is_observed = reads_are_observed.load(std::memory_order_relaxed);
-  double started = is_observed ? seconds_now() : 0;
-  BufferRef buffer = materialize(s, "read");
-  if (!buffer) return at::zeros(t.sizes(), options);
-  at::Tensor host = host_value(buffer);
-  if (is_observed) report_read(started, seconds_now() - started, static_cast<int64_t>(t.nbytes()));
-  at::Tensor view = at::empty({0}, options);
+at::Tensor Reading::wait() const {
+  int64_t elements = c10::multiply_integers(sizes_);
+  if (elements == 0) return at::empty_strided(sizes_, strides_, options_);
+  if (!value_.buffer) return at::zeros(sizes_, options_);
+  at::Tensor host = host_value();
+  if (started_ > 0) {
+    auto itemsize = static_cast<int64_t>(options_.dtype().itemsize());
+    report_read(line_, started_, seconds_now() - started_, elements * itemsize);
+  }
+  at::Tensor view = at::empty({0}, options_);
   auto* impl = view.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(host.storage());
-  impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
-  if (t.is_conj()) view = view.conj();
-  if (t.is_neg()) view = view._neg_view();
+  impl->set_sizes_and_strides(sizes_, strides_, offset_);
+  if (is_conj_) view = view.conj();
+  if (is_neg_) view = view._neg_view();
   return view;
+}
+
+at::Tensor read_to_host(const at::Tensor& t) {
+  std::optional<Reading> reading(std::in_place, t);
+  if (!reading->is_sound()) reading.emplace(t, false);
+  return reading->wait();
 }
 
 void synchronize(c10::DeviceIndex device) {
@@ -77,7 +112,7 @@ void synchronize(c10::DeviceIndex device) {
   for (c10::DeviceIndex index = 0; index < device_count(); index++) {
     if (is_meant(index)) finish_device(index);
   }
-  if (is_observed) report_read(started, seconds_now() - started, 0);
+  if (is_observed) report_read(current_line(), started, seconds_now() - started, 0);
   raise_unseen_error();
 }
 

@@ -7,10 +7,12 @@
 #include "bridge.h"
 #include "infer.h"
 #include "queue.h"
+#include "slice.h"
 
 namespace torchtpu {
 
 Limits limits;
+Policy policy;
 Counters counters;
 std::atomic<bool> sync_mode{false};
 
@@ -392,6 +394,10 @@ bool RecordKernel::hit(const IValue* args, Results& results, bool is_retry) cons
   check_running();
   c10::DeviceIndex device = find_device(info, args);
   Recorder& r = recorder_for(device);
+  if (C10_UNLIKELY(r.detour != nullptr)) {
+    StateGuard guard(state_lock);
+    leave_detour(r);
+  }
   if (C10_UNLIKELY(r.boundary != nullptr)) cut(r, r.boundary);
   if (C10_UNLIKELY(r.is_empty())) note_entry(r);
   const char* due = nullptr;

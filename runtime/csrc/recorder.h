@@ -31,7 +31,10 @@ struct Recorder {
   std::vector<TpuStorage*> live;   // value -> the storage it is the present value of, or null
   const char* boundary = nullptr;  // a marked end of the region, taken at the next op
   std::string boundary_line;
-  std::shared_ptr<CodePlace> entry;  // where the first op of the region was called
+  std::shared_ptr<CodePlace> entry;     // where the first op of the region was called
+  std::map<int32_t, BufferRef> slices;  // values of the region that were read beside it
+  Node* detour = nullptr;               // the ops after this node were recorded for a read
+  int64_t recorded = 0;                 // ops of the regions before this one
   bool is_empty() const { return at == &trie->root; }
 };
 
@@ -76,6 +79,9 @@ void cut_at_cap(Recorder& r, const char* reason);
 // Where a long op stream comes again with other shapes, and again: ends regions around the ops that stay the same,
 // whose programs then serve every shape.  Under state_lock.
 void split_by_shape(Recorder& r, const std::string& line);
+// Where the region has no program and none may be made: ends regions where earlier ones ended, as far as their programs
+// serve.  Under state_lock.
+void split_by_known(Recorder& r, const std::string& line);
 void mark_boundary(const char* reason);
 // Ends every pending region and forgets all op streams and their plans.
 void forget_streams();
@@ -83,6 +89,12 @@ void forget_streams();
 // Makes the storage's present value a buffer (cutting where it is pending) and returns it, counted as being read; null
 // where undefined.
 BufferRef materialize(TpuStorage* s, const char* reason);
+// The same for a value that is read once, which need not end the region: see slice.cpp.
+struct ReadValue {
+  BufferRef buffer;
+  bool is_slice = false;
+};
+ReadValue materialize_to_read(TpuStorage* s);
 // A host tensor with t's sizes, strides and values; waits for them.
 at::Tensor read_to_host(const at::Tensor& t);
 // Waits for everything queued on `device` (-1: on all) and raises the first failure nobody has seen.
@@ -97,10 +109,16 @@ struct Limits {
   std::atomic<int64_t> max_ops{2048}, max_bytes{int64_t{8} << 30}, max_in_flight{32}, max_nodes{400000};
 };
 extern Limits limits;
+
+struct Policy {
+  std::atomic<bool> is_frozen{false};  // programs that exist serve, or none
+  std::atomic<bool> is_exact{false};   // a program serves only what it was made for, whatever came before
+};
+extern Policy policy;
 extern std::atomic<bool> sync_mode;
 
 struct Counters {  // under state_lock
-  int64_t hits = 0, misses = 0, regions = 0;
+  int64_t hits = 0, misses = 0, regions = 0, slices = 0;
   std::map<std::string, int64_t> cuts;  // by reason
 };
 extern Counters counters;

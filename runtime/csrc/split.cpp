@@ -1,6 +1,8 @@
 // Regions that end elsewhere than where they are cut: in comes a pending region, out go works for its first parts, and
 // the ops after them as the pending region, recorded again from the root of the trie.
 
+#include "split.h"
+
 #include <algorithm>
 #include <bit>
 
@@ -11,9 +13,6 @@ namespace torchtpu {
 
 // ---- recording again
 
-namespace {
-
-// A pending op's arguments with the numbers that this call handed to them.
 std::vector<ArgKey> call_of(const Node& node, const double*& floats, const int64_t*& ints) {
   std::vector<ArgKey> args = node.args;
   auto give = [&](NumberKey& key) {
@@ -33,6 +32,8 @@ std::vector<ArgKey> call_of(const Node& node, const double*& floats, const int64
   return args;
 }
 
+namespace {
+
 // Numbers that were lifted in the old region stay lifted.
 void lift_as_before(const std::vector<ArgKey>& before, std::vector<ArgKey>& keys) {
   for (size_t i = 0; i < keys.size(); i++) {
@@ -46,9 +47,9 @@ void lift_as_before(const std::vector<ArgKey>& before, std::vector<ArgKey>& keys
   }
 }
 
-// The node below r.at for a call that `old` stands for in the region before, whose values had numbers higher by
-// `shift`.
-Node* node_again(Recorder& r, const Node& old, std::vector<ArgKey> call, const Node* fork, int32_t shift) {
+// The node below r.at for a call that `old` stands for in the region before.
+Node* node_again(Recorder& r, const Node& old, std::vector<ArgKey> call, const Node* fork) {
+  const int32_t shift = old.parent->next_value - r.at->next_value;
   auto node = std::make_unique<Node>();
   node->info = old.info;
   node->args = std::move(call);
@@ -69,7 +70,9 @@ Node* node_again(Recorder& r, const Node& old, std::vector<ArgKey> call, const N
   return add_node(*r.trie, *r.at, std::move(node), old.next_value - shift);
 }
 
-void record_again(Recorder& r, const Node& old, std::vector<ArgKey> call, int32_t shift) {
+}  // namespace
+
+void record_again(Recorder& r, const Node& old, std::vector<ArgKey> call) {
   LiftedNumbers lifted;
   Node *next = nullptr, *fork = nullptr;
   for (auto& child : r.at->children) {
@@ -81,7 +84,7 @@ void record_again(Recorder& r, const Node& old, std::vector<ArgKey> call, int32_
     if (m == Match::kButNumbers) fork = child.get();
   }
   if (!next) {
-    next = node_again(r, old, call, fork, shift);
+    next = node_again(r, old, call, fork);
     lifted.clear();
     match_keys(*next, *old.info, call, lifted);
   }
@@ -90,6 +93,8 @@ void record_again(Recorder& r, const Node& old, std::vector<ArgKey> call, int32_
   r.ints.insert(r.ints.end(), lifted.ints.begin(), lifted.ints.end());
   r.at = next;
 }
+
+namespace {
 
 // Ends regions after each of `ends`, nodes on the path to r.at; the ops after the last one are the pending region.
 // Works are queued in order; nobody is woken.
@@ -149,7 +154,7 @@ void cut_after(Recorder& r, const std::vector<Node*>& ends, const char* reason, 
       for (auto& key : call) {
         for (auto& t : key.tensors) t.value = value_now(t.value);
       }
-      record_again(r, *path[i], std::move(call), shift);
+      record_again(r, *path[i], std::move(call));
     }
     if (static_cast<int32_t>(r.live.size()) < r.at->next_value) r.live.resize(r.at->next_value, nullptr);
     for (int32_t value = shift; value < end->next_value; value++) {
@@ -178,6 +183,43 @@ void cut_at_cap(Recorder& r, const char* reason) {
   }
   wake_launcher();
   throttle();
+}
+
+// ---- what is known
+
+namespace {
+
+// Whether a region that ended at `end`, on the path to r.at, left a program that makes all that is needed afterwards.
+bool is_served(const Recorder& r, const Node* end) {
+  std::vector<int32_t> needed;
+  std::vector<uint8_t> is_read(end->next_value, 0);
+  for (const Node* node = r.at; node != end; node = node->parent) {
+    for (const auto& key : node->args) {
+      for (const auto& t : key.tensors) {
+        if (t.value >= 0 && t.value < end->next_value) is_read[t.value] = 1;
+      }
+    }
+  }
+  for (int32_t value = 0; value < end->next_value; value++) {
+    if (r.live[value] || is_read[value]) needed.push_back(value);
+  }
+  return std::any_of(end->plans.begin(), end->plans.end(), [&](const auto& plan) {
+    bool has_inputs = plan->inputs.size() <= r.inputs.size();
+    for (size_t i = 0; has_inputs && i < plan->inputs.size(); i++) has_inputs = plan->inputs[i] == r.inputs[i]->base;
+    return has_inputs && plan->state != Plan::kFailed &&
+           std::includes(plan->outputs.begin(), plan->outputs.end(), needed.begin(), needed.end());
+  });
+}
+
+}  // namespace
+
+void split_by_known(Recorder& r, const std::string& line) {
+  for (;;) {
+    Node* end = r.at;
+    while (end->info && !is_served(r, end)) end = end->parent;
+    if (!end->info || end == r.at) return;
+    cut_after(r, {end}, "frozen", line);
+  }
 }
 
 // ---- shapes that keep changing

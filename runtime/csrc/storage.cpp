@@ -90,11 +90,12 @@ void drain_decrefs() {
 // ---- buffers
 
 Buffer::Buffer(const Base* base, c10::DeviceIndex device, BufferState state)
-    : base(base), device(device), state(state) {
+    : base(base), device(device), state(state), is_counted(state != BufferState::kError) {
   auto& stats = memory_stats[device];
+  stats.buffers++;
+  if (!is_counted) return;
   int64_t now = stats.allocated += base->nbytes;
   stats.total += base->nbytes;
-  stats.buffers++;
   for (int64_t peak = stats.peak; now > peak && !stats.peak.compare_exchange_weak(peak, now);) {
   }
 }

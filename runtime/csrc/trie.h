@@ -26,6 +26,7 @@ struct OpFacts {
   std::vector<std::string> mutates;
   bool has_infer = false;
   std::vector<std::string> ints;  // int arguments that may be lifted
+  bool runs_once = false;         // it has an effect beside its results
   bool multiplies = false;        // its result depends on torch.set_float32_matmul_precision
 };
 
@@ -48,7 +49,7 @@ struct OpInfo {
   std::vector<int> return_alias;  // per return: the argument it is, or -1
   int generator_arg = -1;
   int device_arg = -1;
-  bool lifts, random, has_infer, multiplies, has_optional_list = false, may_resize = false;
+  bool lifts, random, has_infer, multiplies, runs_once, has_optional_list = false, may_resize = false;
   bool is_foreach = false;  // bumps the version of each tensor it writes; for other ops a kernel above does
 };
 
@@ -112,6 +113,15 @@ struct WriteMeta {
 
 struct Plan;
 
+// What a node knows of reads in the middle of regions.
+struct Reads {
+  std::vector<std::shared_ptr<Plan>> plans;  // slices that end here
+  bool has_program = false;                  // a value made here has a slice of its own
+  bool has_been_sliced = false;              // a value was read when the stream stood here
+  int64_t last_at = 0;                       // ops that the recorder had seen at the last read here
+  int dear = 0;                              // reads here for which a cut would have been cheaper
+};
+
 struct Node {
   const OpInfo* info = nullptr;
   Node* parent = nullptr;
@@ -135,7 +145,13 @@ struct Node {
   std::vector<std::shared_ptr<Plan>> plans;  // programs that end here, by live set and donation
   std::vector<uint8_t> donation;             // inputs free at every visit so far
   int donation_shrinks = 0;
+  Node* trunk = nullptr;         // the child that the last region took which went on from here
+  std::unique_ptr<Reads> reads;  // null where there were none
 };
+inline Reads& reads_of(Node& node) {
+  if (!node.reads) node.reads = std::make_unique<Reads>();
+  return *node.reads;
+}
 
 struct Trie {
   struct Stream {
@@ -144,6 +160,7 @@ struct Trie {
   };
   Node root;
   int64_t nodes = 0;
+  int wholes = 0;                                // values that have a slice of their own
   std::unordered_map<uint64_t, Stream> streams;  // long ones, by skeleton
 };
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from torchtpu import config
@@ -59,10 +61,12 @@ def _naming_the_backend(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def _make_backend(everyone: Ranks, options: Any, backend_options: Any) -> Any:
     rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
+    # torchrun's store outlives a restart, and with it the addresses of processes that have ended.
+    store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), options.store)
     if not ranks:
-        everyone.join(options.store, rank, size, is_wanted=config.get("fuse_collectives"))
+        everyone.join(store, rank, size, is_wanted=config.get("fuse_collectives"))
     homes = everyone.homes(ranks)
-    group = Group(options.store, rank, size, options.timeout, options.group_id, ranks, homes)
+    group = Group(store, rank, size, options.timeout, options.group_id, ranks, homes)
     _groups.add(group)
     return _C.make_backend(group, rank, size, options.timeout)
 
