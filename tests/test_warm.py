@@ -107,6 +107,36 @@ def test_comments_and_the_place_of_a_models_code_change_no_key(folder: Path) -> 
     assert train(folder, 0.1, 3, 1, TORCHTPU_CACHE="read") != "steps 3 compiled 0 traced 0"
 
 
+DEEP = """
+import sys, torch
+from torchtpu import metrics
+from torchtpu.runtime import clusters
+clusters._HOT, clusters._MS_A_LAUNCH = 5, float("inf")  # launches after which a region is compiled whole
+layers = [m for _ in range(12) for m in (torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.GELU())]
+model = torch.nn.Sequential(*layers).to("tpu")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(4, 16).to("tpu")).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.tpu.synchronize()
+counts = metrics.snapshot()
+print(counts["regions_clustered"] > 0, counts["regions_climbing"] > 0, counts["programs_compiled"])
+"""
+
+
+@pytest.mark.parametrize("reads", ["run", "standin"])
+def test_clusters_and_what_comes_after_them_are_warmed(folder: Path, reads: str) -> None:
+    (folder / "train.py").write_text(DEEP)
+    report = warm(folder, "--reads", reads, "--", *script(4))
+    assert report["failed"] == report["not_stored"] == 0
+    command = [sys.executable, str(folder / "train.py"), "20"]
+    where = environment(folder, TORCHTPU_CACHE="read")
+    done = subprocess.run(command, env=where, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True True 0"
+
+
 _OTHER_USER = 54321
 
 

@@ -118,7 +118,9 @@ def _collect(report: Report, environment: Mapping[str, str], jobs: int, steps: i
             report.start(environment, jobs)
         status = _run(report, folder, jobs, steps, is_quiet=is_quiet)
         report.follow(folder)
-        if not runs_here:
+        if runs_here:
+            report.compile_rest(environment, jobs, is_quiet=is_quiet)
+        else:
             report.finish(is_quiet=is_quiet)
     return status
 
