@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 
 import torch
 
-from torchtpu import config, ops, startup
+from torchtpu import config, distributed, ops, startup
 from torchtpu.cli.pool import READY, Done
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime.calls import Lowerings
@@ -55,7 +55,7 @@ class TpuBuilder:
         self.client = AotClient(target, excess_precision=config.get("excess_precision"))
 
     def build(self, plan: Plan) -> tuple[bytes, dict[str, Any]]:
-        built = self.client.compile(plan.text())
+        built = self.client.compile(plan.text(), plan.homes)
         fields = built.cost._asdict()
         most = sorted(built.cost.gaps.items(), key=lambda item: (-item[1], item[0]))
         fields["gaps"] = ", ".join(f"{count} {opcode}" for opcode, count in most)
@@ -91,11 +91,16 @@ class Worker:
     def _compile(self, program: Program, *, is_flat: bool) -> Done:
         digest = ""
         try:
-            plan = self._plans.find(program, is_flat=is_flat)
+            plan = self._plans.find(program, is_flat=is_flat, homes=self._homes(program))
             digest = plan.key.digest
             return self._built(plan, {"line": program.line, "ops": len(program.ops)})
         except Exception as error:  # noqa: BLE001 -- as above
             return _failed(error, digest)
+
+    def _homes(self, program: Program) -> tuple[int, ...]:
+        """The devices of all ranks that launch a program together."""
+        calls = (op for op in program.ops if op.name == distributed.Recorded.op)
+        return next(map(distributed.Recorded().homes, calls), ())
 
     def _built(self, plan: Plan, note: dict[str, Any]) -> Done:
         started = time.perf_counter()
