@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 
 from torchtpu.compiler_cache import Target, compiler_line
 
-from .chips import find_chip
+from .chips import find_chip, topology_of
 from .cost import Cost, cost_of
 from .fleet import Homes
 from .pjrt import compile_options
@@ -74,7 +74,7 @@ class AotClient:
     def target(self) -> Target:
         """What programs are compiled for: the same record that a client with chips makes."""
         line = compiler_line(jaxlib.__version__, self._client.platform_version)
-        return Target("tpu", self.devices[0].device_kind, line, topology=self.topology)
+        return Target("tpu", self.devices[0].device_kind, line, topology=topology_of(self.devices))
 
     def options(self, device: int, homes: Homes = ()) -> bytes:
         """The compile options, serialized."""
@@ -84,6 +84,8 @@ class AotClient:
     def compile(self, text: str, homes: Homes = ()) -> Built:
         """Compiles a StableHLO module for one device, or a replica of it for each of `homes`; raises what the compiler
         raises."""
+        if len(homes) > len(self.devices):
+            raise ValueError(f"{self.topology} has {len(self.devices)} devices, the program {len(homes)} ranks")
         devices = xla_client.DeviceList(tuple(d for d in self.devices if d.id in (homes or (self.devices[0].id,))))
         with mlir.make_ir_context():
             executable = self._client.compile(ir.Module.parse(text), devices, self._options_for(homes))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 
 class Chip(NamedTuple):
@@ -51,6 +52,12 @@ def find_chip(target: str) -> tuple[Chip, str]:
     if len(topology.split("x")) != len(chip.topology.split("x")) or not topology.replace("x", "").isdigit():
         raise ValueError(f"{target!r}: a topology of {name} is written as {chip.topology}")
     return chip, topology
+
+
+def topology_of(devices: Iterable[Any]) -> str:
+    """How far the coordinates of devices reach, as "2x2x1"; "" where they have none."""
+    coordinates = [device.coords for device in devices if getattr(device, "coords", None) is not None]
+    return "x".join(str(max(axis) + 1) for axis in zip(*coordinates, strict=True))
 
 
 def devices_of_host(chip: Chip, topology: str) -> int:

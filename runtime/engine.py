@@ -110,6 +110,8 @@ class Engine:
                 plan.ready(joint)
                 return
             clusters = find_clusters(program, self.fragments) if self._knob("clusters") else None
+            if clusters and self._journal is not None:
+                self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
             programs = [part.program for part in clusters.parts] if clusters else [program]
             builds = {
                 number: self._submit(p, device, is_flat=False) for number, p in {id(p): p for p in programs}.items()

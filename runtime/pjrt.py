@@ -26,6 +26,7 @@ from jaxlib import _jax, xla_client
 
 from torchtpu.compiler_cache import Key, Target, compiler_line, host_cpu_features, program_key
 
+from .chips import topology_of
 from .fleet import Board, Fleet, Homes
 
 Aval = tuple[tuple[int, ...], torch.dtype]
@@ -73,7 +74,8 @@ class Client:
     def target(self) -> Target:
         """What programs are compiled for."""
         line = compiler_line(jaxlib.__version__, self._client.platform_version)
-        return Target(self.lowering_platform, self.devices[0].device_kind, line, host_features=host_cpu_features())
+        where = topology_of(self._client.devices())
+        return Target(self.lowering_platform, self.devices[0].device_kind, line, where, host_cpu_features())
 
     def options(self, device: int, homes: Homes = ()) -> bytes:
         """The compile options for a device, or for all of `homes`, serialized."""
@@ -251,7 +253,8 @@ def key_of(digest: str, client: Compiles, homes: Homes = ()) -> Key:
     whether it has chips, nor which of its devices is used."""
     target = client.target
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split() if target.platform == "tpu" else ()
-    return program_key(digest, target, options=client.options(0, homes), flags=flags)
+    options = client.options(0, homes)
+    return program_key(digest, target, options=options, flags=flags, positions=homes or None)
 
 
 def calls_lapack(text: str) -> bool:

@@ -130,7 +130,7 @@ def _stream(program: Program, described: list[tuple[str, list[Parameter]]], *, i
             else:
                 words.append(f"{array.value} {_place(array)}")
         for made in op.results:
-            words += [f"{m.value} {_place(m)}" for m in (made if type(made) is tuple else (made,)) if m is not None]
+            words += [f"{m.value} {_place(m)}" for m in (made if isinstance(made, tuple) else (made,)) if m is not None]
         words += [f"{w.value} {_place(w)} in {w.arg} {w.element} {w.replaces}" for w in op.writes]
         lines.append("|".join(words))
     return "\n".join(lines).encode("utf-8", "surrogatepass")

@@ -13,7 +13,10 @@ import torch
 
 from .calls import results_of
 from .counters import Counters
+from .host_calls import number_of
+from .joint import Collectives, ends_around
 from .manifest import Journal, Outcome
+from .parts import split
 from .region import Base, Program
 
 _HISTORY = 4096
@@ -21,10 +24,11 @@ _KEPT_BYTES = 1 << 20  # an upload this small is kept: reading it back is no gue
 
 
 class Rehearsed(NamedTuple):
-    """What a plan is given: the program's identity and the arrays it would make."""
+    """What a plan is given: the program's identity, the arrays it would make, and the tickets of its collectives."""
 
     identity: str
     outputs: list[Base]
+    tickets: list[Any]
 
 
 class StandIn:
@@ -43,7 +47,10 @@ class Rehearsal:
     `history` has the identities of the last programs launched.
     """
 
-    def __init__(self, journal: Journal, counters: Counters, line: Any, *, answers: bool) -> None:
+    def __init__(
+        self, journal: Journal, counters: Counters, line: Any, collectives: Collectives, *, answers: bool
+    ) -> None:
+        self._collectives = collectives
         self.counters = counters
         self._journal = journal
         self._line = line
@@ -55,17 +62,32 @@ class Rehearsal:
 
     def plan(self, plan: Any) -> None:
         """Notes the plan's program; its executable is what it would return."""
-        program = plan.program
+        program, op = plan.program, self._collectives.op
+        calls = [call for call in program.ops if call.name == op]
+        homes = {self._collectives.homes(call) for call in calls}
+        self.counters.regions_planned += 1
+        identity = ""
+        if calls and (len(homes) > 1 or () in homes):  # these run on the hosts, between programs
+            for part in split(program, ends_around(program, op)):
+                if part.program.ops[0].name != op:
+                    self._note(part.program)
+        else:
+            identity = self._note(program)
+        plan.ready(Rehearsed(identity, _outputs(program), [call.args[1] for call in calls]))
+
+    def _note(self, program: Program) -> str:
         identity = self._journal.program(program)
         self._journal.outcome(Outcome(identity, "recorded"))
-        self.counters.regions_planned += 1
-        plan.ready(Rehearsed(identity, _outputs(program)))
+        return identity
 
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
         self.counters.launches += 1
-        self.history.append(work.executable.identity)
-        work.done([StandIn(base) for base in work.executable.outputs], [])
+        rehearsed: Rehearsed = work.executable
+        self.history.append(rehearsed.identity)
+        if rehearsed.tickets:
+            self._collectives.launch([number_of(ticket, work) for ticket in rehearsed.tickets], lambda: None)
+        work.done([StandIn(base) for base in rehearsed.outputs], [])
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """Describes the tensor; a small one is kept."""

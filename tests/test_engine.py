@@ -27,7 +27,7 @@ from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, 
 
 KNOBS: dict[str, Any] = {
     "clusters": True, "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0,
-    "num_compile_threads": 1, "policy": "background",
+    "num_compile_threads": 1, "policy": "background", "deterministic": False,
 }  # fmt: skip
 
 

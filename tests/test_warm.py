@@ -107,6 +107,83 @@ def test_comments_and_the_place_of_a_models_code_change_no_key(folder: Path) -> 
     assert train(folder, 0.1, 3, 1, TORCHTPU_CACHE="read") != "steps 3 compiled 0 traced 0"
 
 
+DEEP = """
+import sys, torch
+from torchtpu import metrics
+from torchtpu.runtime import clusters
+clusters._HOT, clusters._MS_A_LAUNCH = 5, float("inf")  # launches after which a region is compiled whole
+layers = [m for _ in range(12) for m in (torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.GELU())]
+model = torch.nn.Sequential(*layers).to("tpu")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(4, 16).to("tpu")).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.tpu.synchronize()
+counts = metrics.snapshot()
+print(counts["regions_clustered"] > 0, counts["regions_climbing"] > 0, counts["programs_compiled"])
+"""
+
+
+@pytest.mark.parametrize("reads", ["run", "standin"])
+def test_clusters_and_what_comes_after_them_are_warmed(folder: Path, reads: str) -> None:
+    (folder / "train.py").write_text(DEEP)
+    report = warm(folder, "--reads", reads, "--", *script(4))
+    assert report["failed"] == report["not_stored"] == 0
+    command = [sys.executable, str(folder / "train.py"), "20"]
+    where = environment(folder, TORCHTPU_CACHE="read")
+    done = subprocess.run(command, env=where, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True True 0"
+
+
+JOB = """
+import os, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("tpu")
+assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 13), torch.nn.Tanh(), torch.nn.Linear(13, 13)).to("tpu")
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for step in range(3):
+    loss = model(torch.randn(8, 6).to("tpu")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(loss := loss.detach(), dist.ReduceOp.AVG)
+    print("loss", loss.item())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_one_process_rehearses_a_rank_of_a_job(folder: Path) -> None:
+    (folder / "train.py").write_text(JOB)
+    report = warm(folder, "--world-size", "4", "--", *script())
+    assert report["reads"] == "standin"
+    assert report["failed"] == 0
+    assert report["compiled"] == report["programs"] > 0
+    one = warm(folder, "--world-size", "4", "--ranks", "0", "--", *script())
+    assert 0 < one["hits"] == one["programs"] < report["programs"]  # 13 rows on 4 ranks: the last has fewer
+
+
+@pytest.mark.usefixtures("libtpu")
+def test_a_jobs_programs_with_collectives_are_compiled_for_its_topology(folder: Path) -> None:
+    (folder / "train.py").write_text(JOB)
+    report = warm(folder, "--target", "v5e:2x2", "--world-size", "4", "--ranks", "1", "--", *script())
+    assert report["failed"] == 0
+    assert report["compiled"] == report["programs"] > 0
+    keys = [
+        json.loads(torchtpu(folder, "cache", "info", r["digest"], "--json").stdout)["key"] for r in report["regions"]
+    ]
+    joint = [key for key in keys if key["positions"] is not None]
+    assert joint
+    assert all((key["positions"], key["topology"]) == ("0 1 2 3", "2x2x1") for key in joint)
+
+
 _OTHER_USER = 54321
 
 
@@ -171,6 +248,7 @@ def test_a_command_that_records_nothing_is_no_success(folder: Path) -> None:
     [
         ([], "give a command"),
         (["--from", "a", "--", "python"], "give a command"),
+        (["--world-size", "4", "--ranks", "4", "--", "python"], "has no such ranks"),
         (["--target", "v9", "--", "python"], "v4, v5e, v5p, v6e, tpu7x"),
         (["--target", "v5p:2x2", "--", "python"], "a topology of v5p is written as 2x2x1"),
     ],

@@ -313,13 +313,14 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
     from torchtpu.runtime.manifest import Journal
     from torchtpu.runtime.rehearsal import Rehearsal
 
+    collectives = distributed.Recorded()
     journal = Journal(config.get("journal")) if config.get("journal") else None
     if journal is not None:
         atexit.register(lambda: journal.note(fallbacks=fallback.cpu_fallback_counts()))
     if config.get("reads") != "run":
         if journal is None:
             raise RuntimeError("TORCHTPU_READS is for `torchtpu warm`, which collects programs: use its option --reads")
-        return Rehearsal(journal, lazy.counters, _C.current_line, answers=config.get("reads") == "standin")
+        return Rehearsal(journal, lazy.counters, _C.current_line, collectives, answers=config.get("reads") == "standin")
     return Engine(
         platform=platform(),
         num_devices=_C.device_count(),
@@ -333,7 +334,7 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         release=_C.drain,
         journal=journal,
         observers=lazy.observers,
-        collectives=distributed.Recorded(),
+        collectives=collectives,
         is_structural=_is_structural,
         fleet=fleet,
     )

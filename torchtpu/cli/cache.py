@@ -43,7 +43,7 @@ def path(as_json: Json = False) -> None:
 
 @cache.command("ls")
 def ls(
-    kind: Annotated[str | None, typer.Option(help="Only this kind: program or fragment.")] = "program",
+    kind: Annotated[str | None, typer.Option(help="Only this kind: plan, program or fragment.")] = "program",
     every: Annotated[bool, typer.Option("--all", help="Entries of every kind.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Most rows; 0: all.")] = 50,
     as_json: Json = False,

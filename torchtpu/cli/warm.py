@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +20,7 @@ from torchtpu.cli.warm_report import Report, print_report
 from torchtpu.compiler_cache import DirectoryStore
 
 _POLL_SECONDS = 0.2
+_HOST_RANKS = 8
 _STOP_SECONDS = 10.0
 
 
@@ -41,6 +42,12 @@ def warm(
     reads: Annotated[
         Reads, typer.Option(help="For results that the command reads: run programs here, answer zeros, or fail.")
     ] = Reads.run,
+    world_size: Annotated[
+        int, typer.Option(min=0, help="Rehearse a job of so many ranks, one after the other, in one process each.")
+    ] = 0,
+    ranks: Annotated[
+        str, typer.Option(help="Which of them, as 0,7; none: the first and the last, whose shards differ if any do.")
+    ] = "",
     manifest: Annotated[Path | None, typer.Option(help="Write the recorded programs here, for --from.")] = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Compile the programs of this manifest; no command runs.")
@@ -52,12 +59,17 @@ def warm(
     torchtpu warm -- python train.py --steps 10
 
     torchtpu warm --target v5e:2x2 -- torchrun --nproc-per-node 4 train.py
+
+    torchtpu warm --target v5e:16x16 --world-size 256 -- python train.py
     """
     if bool(command) == (source is not None):
         fail("give a command, or a manifest with --from", 2)
-    report = Report(target, _store(), command or [], reads.value)
     if target:
         _check_target(target)
+    if world_size and reads is Reads.run:
+        reads = Reads.standin  # what the other ranks would send is not known
+    each = [_rank(world_size, rank, target) for rank in _ranks(world_size, ranks)] or [{}]
+    report = Report(target, _store(), command or [], reads.value)
     environment = _environment(target)
     jobs = jobs or max(1, len(os.sched_getaffinity(0)) // 2)
     status = 0
@@ -66,7 +78,8 @@ def warm(
             report.read_manifest(source)
             report.compile(environment, jobs, is_quiet=as_json)
         else:
-            status = _collect(report, environment, jobs, steps, is_quiet=as_json)
+            knobs = {"WORLD_SIZE": str(world_size), "MAX_STEPS": str(steps)}
+            status = _collect(report, environment, jobs, knobs, each, is_quiet=as_json)
         if manifest is not None:
             report.write_manifest(manifest)
     except KeyboardInterrupt:
@@ -110,24 +123,68 @@ def _environment(target: str) -> dict[str, str]:
     return environment()
 
 
-def _collect(report: Report, environment: Mapping[str, str], jobs: int, steps: int, *, is_quiet: bool) -> int:
-    """Runs the command, compiles what it records; the command's exit status."""
+def _ranks(world_size: int, ranks: str) -> list[int]:
+    """The ranks that are rehearsed, none where there is no such job."""
+    try:
+        chosen = {int(rank) for rank in ranks.split(",")} if ranks else {0, world_size - 1}
+    except ValueError:
+        fail(f"--ranks {ranks}: expected numbers such as 0,7", 2)
+    if ranks and not all(0 <= rank < world_size for rank in chosen):
+        fail(f"--ranks {ranks}: a job of --world-size {world_size} has no such ranks", 2)
+    return sorted(chosen) if world_size else []
+
+
+def _rank(world_size: int, rank: int, target: str) -> dict[str, str]:
+    """What torchrun tells a rank of a job, on hosts of as many devices as those of the target."""
+    from torchtpu.runtime.chips import devices_of_host, find_chip
+
+    local = min(world_size, devices_of_host(*find_chip(target)) if target else _HOST_RANKS)
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "GROUP_RANK": rank // local,
+        "GROUP_WORLD_SIZE": -(-world_size // local),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29500,
+    }
+    return {name: str(value) for name, value in names.items()}
+
+
+def _collect(
+    report: Report,
+    environment: Mapping[str, str],
+    jobs: int,
+    knobs: Mapping[str, str],
+    each: Sequence[Mapping[str, str]],
+    *,
+    is_quiet: bool,
+) -> int:
+    """Runs the command in `each` of these environments, compiles what it records; the first exit status that is not
+    0."""
     with tempfile.TemporaryDirectory(prefix="torchtpu-warm-") as folder:
         runs_here = not report.target and report.reads == "run"
         if not runs_here:
             report.start(environment, jobs)
-        status = _run(report, folder, jobs, steps, is_quiet=is_quiet)
-        report.follow(folder)
-        if not runs_here:
+        status = 0
+        for more in each:
+            status = status or _run(report, folder, jobs, knobs, more, is_quiet=is_quiet)
+            report.follow(folder)
+        if runs_here:
+            report.compile_rest(environment, jobs, is_quiet=is_quiet)
+        else:
             report.finish(is_quiet=is_quiet)
     return status
 
 
-def _run(report: Report, folder: str, jobs: int, steps: int, *, is_quiet: bool) -> int:
-    knobs = {"JOURNAL": folder, "TARGET": report.target, "READS": report.reads, "MAX_STEPS": str(steps)}
+def _run(
+    report: Report, folder: str, jobs: int, knobs: Mapping[str, str], more: Mapping[str, str], *, is_quiet: bool
+) -> int:
+    knobs = {**knobs, "JOURNAL": folder, "TARGET": report.target, "READS": report.reads}
     if not report.target:
         knobs["NUM_COMPILE_THREADS"] = str(jobs)
-    environment = {**os.environ, **{f"TORCHTPU_{name}": value for name, value in knobs.items()}}
+    environment = {**os.environ, **more, **{f"TORCHTPU_{name}": value for name, value in knobs.items()}}
     try:
         # Its output is its own; with --json the document alone is on the standard output.
         process = subprocess.Popen(report.command, env=environment, stdout=2 if is_quiet else None)

@@ -20,7 +20,7 @@ from torchtpu.runtime.manifest import decode_recorded, read_lines, write_lines
 _ROWS = 40
 _GAPS = 4
 _UNKNOWN = Done("")
-_BETTER = {"": 0, "failed": 1, "hit": 2, "compiled": 3}  # of two processes' outcomes the one that is told
+_BETTER = {"": 0, "recorded": 0, "failed": 1, "hit": 2, "compiled": 3}  # which of two is told
 
 
 @dataclass
@@ -95,6 +95,15 @@ class Report:
         for identity, seen in self.programs.items():
             self._submit(identity, seen)
         self.finish(is_quiet=is_quiet)
+
+    def compile_rest(self, environment: Mapping[str, str], jobs: int, *, is_quiet: bool) -> None:
+        """Compiles by workers what the command recorded and has not built, as what it would build once it is hot."""
+        rest = [identity for identity, seen in self.programs.items() if not seen.done.outcome]
+        if rest:
+            self.start(environment, jobs)
+            for identity in rest:
+                self._submit(identity, self.programs[identity])
+            self.finish(is_quiet=is_quiet)
 
     def _take(self, fields: dict[str, Any]) -> None:
         if "program" in fields:

@@ -13,15 +13,17 @@ from typing import Any, Protocol, TextIO
 
 import torch
 
-from torchtpu import config, ops, startup
+from torchtpu import config, distributed, ops, startup
 from torchtpu.cli.pool import READY, Done
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime.calls import Lowerings
+from torchtpu.runtime.clusters import find_clusters
 from torchtpu.runtime.counters import Counters
 from torchtpu.runtime.fragments import Fragments
 from torchtpu.runtime.manifest import Recorded, decode_recorded
 from torchtpu.runtime.pjrt import Client, Compiles
 from torchtpu.runtime.plans import Plan, Plans
+from torchtpu.runtime.region import Program
 
 
 class Builder(Protocol):
@@ -53,7 +55,7 @@ class TpuBuilder:
         self.client = AotClient(target, excess_precision=config.get("excess_precision"))
 
     def build(self, plan: Plan) -> tuple[bytes, dict[str, Any]]:
-        built = self.client.compile(plan.text())
+        built = self.client.compile(plan.text(), plan.homes)
         fields = built.cost._asdict()
         most = sorted(built.cost.gaps.items(), key=lambda item: (-item[1], item[0]))
         fields["gaps"] = ", ".join(f"{count} {opcode}" for opcode, count in most)
@@ -70,19 +72,35 @@ class Worker:
         table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: served.get(name, name), ops.Context)
         platform = "tpu" if target else client.lowering_platform
         self._builder: Builder = TpuBuilder(target) if target else LocalBuilder(client)
-        fragments = Fragments(table, client, store, Counters(), platform)
-        self._plans = Plans(fragments, self._builder.client, store, Counters())
+        self._fragments = Fragments(table, client, store, Counters(), platform)
+        self._plans = Plans(self._fragments, self._builder.client, store, Counters())
         self._store = store
 
     def compile(self, recorded: Recorded) -> Done:
-        """Compiles one program, or finds it compiled; an error is part of the answer."""
+        """Compiles one program, and the clusters that run in its stead at first, or finds them compiled; an error is
+        part of the answer."""
+        program = recorded.program
+        try:
+            clusters = None if recorded.is_flat else find_clusters(program, self._fragments)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it is this program's line of the report
+            return _failed(error)
+        parts = {id(part.program): part.program for part in clusters.parts} if clusters else {}
+        done = [self._compile(part, is_flat=False) for part in parts.values()]
+        return _together([*done, self._compile(program, is_flat=recorded.is_flat)])
+
+    def _compile(self, program: Program, *, is_flat: bool) -> Done:
         digest = ""
         try:
-            plan = self._plans.find(recorded.program, is_flat=recorded.is_flat)
+            plan = self._plans.find(program, is_flat=is_flat, homes=self._homes(program))
             digest = plan.key.digest
-            return self._built(plan, {"line": recorded.program.line, "ops": len(recorded.program.ops)})
-        except Exception as error:  # noqa: BLE001 -- whatever it is, it is this program's line of the report
-            return Done("failed", digest, error=f"{type(error).__name__}: {error}")
+            return self._built(plan, {"line": program.line, "ops": len(program.ops)})
+        except Exception as error:  # noqa: BLE001 -- as above
+            return _failed(error, digest)
+
+    def _homes(self, program: Program) -> tuple[int, ...]:
+        """The devices of all ranks that launch a program together."""
+        calls = (op for op in program.ops if op.name == distributed.Recorded.op)
+        return next(map(distributed.Recorded().homes, calls), ())
 
     def _built(self, plan: Plan, note: dict[str, Any]) -> Done:
         started = time.perf_counter()
@@ -101,6 +119,25 @@ class Worker:
         told = note if kept is None else dict(kept.note)
         outcome = "compiled" if is_built else "hit"
         return Done(outcome, plan.key.digest, milliseconds, len(data), kept is not None, "", told)
+
+
+def _failed(error: Exception, digest: str = "") -> Done:
+    return Done("failed", digest, error=f"{type(error).__name__}: {error}")
+
+
+def _together(found: list[Done]) -> Done:
+    """What became of a program, the last one, and of its clusters."""
+    *parts, whole = found
+    worst = next((done for outcome in ("failed", "compiled") for done in found if done.outcome == outcome), whole)
+    build_ms = sum(done.note.get("build_ms", 0.0) for done in found)
+    return whole._replace(
+        outcome=worst.outcome,
+        error=worst.error,
+        milliseconds=sum(done.milliseconds for done in found),
+        nbytes=sum(done.nbytes for done in found),
+        is_stored=all(done.is_stored for done in found),
+        note={**whole.note, "build_ms": build_ms} if parts else whole.note,
+    )
 
 
 def main(arguments: list[str], lines: TextIO) -> None:

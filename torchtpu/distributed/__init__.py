@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torchtpu import config
 from torchtpu.runtime import _C
 
-from . import calls
+from . import alone, calls
 from .calls import Recorded, reset, snapshot
 from .fleet import Ranks, Start
 from .group import Group
@@ -41,6 +41,8 @@ def install(start_engine: Start, is_free: Callable[[], bool]) -> None:
     if not dist.is_available():
         return
     calls.install()
+    if config.get("world_size"):
+        alone.install()
     make = functools.partial(_make_backend, Ranks(start_engine, is_free))
     dist.Backend.register_backend("tpu", make, extended_api=True, devices=["tpu", "cpu"])
     distributed_c10d._new_process_group_helper = _naming_the_backend(distributed_c10d._new_process_group_helper)
@@ -63,9 +65,10 @@ def _make_backend(everyone: Ranks, options: Any, backend_options: Any) -> Any:
     rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     # torchrun's store outlives a restart, and with it the addresses of processes that have ended.
     store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), options.store)
-    if not ranks:
+    is_alone = bool(config.get("world_size"))
+    if not ranks and not is_alone:
         everyone.join(store, rank, size, is_wanted=config.get("fuse_collectives"))
-    homes = everyone.homes(ranks)
+    homes = alone.homes(ranks, size) if is_alone else everyone.homes(ranks)
     group = Group(store, rank, size, options.timeout, options.group_id, ranks, homes)
     _groups.add(group)
     return _C.make_backend(group, rank, size, options.timeout)

@@ -12,18 +12,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import FakeProcessGroup, Store
+
+from torchtpu import config
 
 _MAX_SENDS = 256
 
 
-class Gloo:
-    """One group's connections. Tensors are flat; reductions take the dtypes that gloo takes."""
+def connect(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of gloo; of a job that is rehearsed one that answers at once, since nobody else is there."""
+    if config.get("world_size"):
+        return FakeProcessGroup._create_internal(rank, size)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+
+class Gloo:
+    """What a connected group is asked. Tensors are flat; reductions take the dtypes that gloo takes."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.group = group
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:

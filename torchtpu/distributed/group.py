@@ -23,7 +23,7 @@ from torchtpu.runtime.joint import Verdict
 
 from .calls import Call, record, whole
 from .flight import recorder
-from .gloo import Gloo
+from .gloo import Gloo, connect
 from .lowering import is_compiled
 from .peers import Peers
 from .tensors import (
@@ -88,8 +88,8 @@ class Group:
         self.size = size
         self._homes = homes
         self._timeout = timeout
-        self._transport = Gloo(PrefixStore("device", store), rank, size, timeout)
-        self._host: Any = dist.ProcessGroupGloo(PrefixStore("host", store), rank, size, timeout)
+        self._transport = Gloo(connect(PrefixStore("device", store), rank, size, timeout), rank, size)
+        self._host: Any = connect(PrefixStore("host", store), rank, size, timeout)
         everyone = list(ranks) or list(range(size))
         recorder.join(name, everyone, everyone[rank])
         self._peers = Peers(store, rank, size, name, ranks)
