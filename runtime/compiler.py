@@ -50,7 +50,7 @@ class Compiler:
         store: Store,
         counters: Counters,
         threads: int,
-        capacity: int = 1024,
+        capacity: Callable[[], int] = lambda: 1024,
         *,
         may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -108,6 +108,12 @@ class Compiler:
         with self._condition:
             return [flight for flight in self._flights.values() if not flight.done()]
 
+    def forget(self) -> None:
+        """Lets go of the executables that only this keeps."""
+        with self._condition:
+            for key in [k for k, flight in self._flights.items() if flight.done()]:
+                del self._flights[key]
+
     def close(self) -> None:
         """Drops what waits, finishes what is being compiled (for a while), ends the threads."""
         with self._condition:
@@ -163,9 +169,13 @@ class Compiler:
             flight.set_exception(error)
             return
         flight.set_result(loaded)
+        kept: Future[Loaded] = Future()  # the callbacks of the first hold programs and plans
+        kept.set_result(loaded)
         with self._condition:
+            if (plan.key.digest, device) in self._flights:
+                self._flights[plan.key.digest, device] = kept
             done = [k for k, f in self._flights.items() if f.done()]
-            for old in done[: max(0, len(self._flights) - self._capacity)]:
+            for old in done[: max(0, len(self._flights) - self._capacity())]:
                 del self._flights[old]
 
     def _load_or_compile(self, plan: Plan, device: int, note: Note | None) -> Loaded:

@@ -35,6 +35,11 @@ class Counters:
     downloads: int = 0
     bytes_downloaded: int = 0
     offset_variants: int = 0
+    memory_waits: int = 0
+    memory_collections: int = 0
+    regions_split: int = 0
+    ops_repeated: int = 0
+    out_of_memory: int = 0
 
     def snapshot(self) -> dict[str, Any]:
         """The totals as a plain dict."""

@@ -24,6 +24,7 @@ from .clusters import find_clusters
 from .compiler import Compiler, Loaded, NotCompiledError
 from .counters import Counters
 from .executor import About, Executable, Executor
+from .fitting import Fitting
 from .fleet import Fleet
 from .fragments import Fragments
 from .guards import Guard, recorded_at
@@ -31,7 +32,7 @@ from .joint import Collectives
 from .joints import Joints
 from .ladder import Ladder
 from .manifest import Journal, Outcome, Recorded
-from .memory import show_bytes
+from .memory import Memory, show_bytes
 from .observe import Observer
 from .pjrt import Client
 from .plans import Plan, Plans
@@ -51,8 +52,9 @@ class Engine:
 
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
     lowerings ask; `knob` gives the settings clusters, log, memory_limit, debug_nans, policy and num_compile_threads;
-    `release` lets go of arrays that nobody holds any more. A `journal` hears of every program and of what became of it;
-    `observers`, a list that may change, hear of each program and launch.
+    `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors (see `Memory`). A
+    `journal` hears of every program and of what became of it; `observers`, a list that may change, hear of each program
+    and launch, `planned` of each region's program.
     `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means.
     """
 
@@ -69,28 +71,47 @@ class Engine:
         knob: Callable[[str], Any],
         store: Store | None = None,
         release: Callable[[], Any] = lambda: None,
+        live_tensors: Callable[[int], Iterable[Mapping[str, Any]]] = lambda device: (),
         journal: Journal | None = None,
         observers: Sequence[Observer] = (),
+        planned: Callable[[Program], Any] = lambda program: None,
         collectives: Collectives | None = None,
         is_structural: IsStructural = lambda *_: False,
         fleet: Fleet | None = None,
     ) -> None:
         self._observers = observers
+        self._planned = planned
         self.counters = counters
         self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"), fleet=fleet)
         self._knob = knob
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
-        self.fragments = Fragments(table, self.client, store, counters, watch=lambda: knob("debug_nans"))
+        self.fragments = Fragments(
+            table,
+            self.client,
+            store,
+            counters,
+            watch=lambda: knob("debug_nans"),
+            capacity=lambda: knob("max_fragments"),
+        )
         self.plans = Plans(self.fragments, self.client, store, counters)
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
-        self.compiler = Compiler(self.client, store, counters, threads, may_compile=lambda: knob("policy") != "frozen")
+        self.compiler = Compiler(
+            self.client,
+            store,
+            counters,
+            threads,
+            lambda: knob("max_programs"),
+            may_compile=lambda: knob("policy") != "frozen",
+        )
         self._journal = journal
         self._joints = collectives and Joints(
             self.client, self.plans, self.compiler, collectives, is_structural, self._built, _about, observers
         )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
-        self._executor = Executor(self.client, counters, knob, release, observers)
+        memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
+        fitting = Fitting(self.fragments, counters, self._executables)
+        self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
         self.history = self._executor.history
         self.launch = self._executor.launch
 
@@ -124,10 +145,13 @@ class Engine:
             return
         self.counters.regions_planned += 1
         self.counters.regions_clustered += bool(clusters)
+        self._planned(program)
 
         def tell() -> None:
+            flown = dict(builds)
+            builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
             made: dict[int, Executable] = {}
-            for number, build in builds.items():
+            for number, build in flown.items():
                 try:
                     made[number] = self._executable(build, device)
                 except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
@@ -204,6 +228,11 @@ class Engine:
 
         _, found, about, flight = build
         return Executable(self.client, found, flight.result(), device, about, make_flat if found.offsets else _refuse)
+
+    def _executables(self, programs: list[Program], device: int) -> list[Executable]:
+        """The executables of programs that are compiled together."""
+        builds = [self._submit(program, device, is_flat=False) for program in programs]
+        return [self._executable(build, device) for build in builds]
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """An array with the contents of a contiguous CPU tensor, which nobody changes afterwards."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,17 +19,17 @@ from .host_calls import HostCall
 from .joint import Joint
 from .ladder import Ladder
 from .log import write
-from .memory import show_bytes, wait_for_room
+from .memory import Flight, Memory, show_bytes
 from .observe import Called, Launched, Observer
 from .sequence import Sequence as Parts
 from .views import fits
 
 if TYPE_CHECKING:
+    from .fitting import Fitting
     from .pjrt import Client
     from .plans import Plan
 
 _HISTORY = 4096
-_MAX_IN_FLIGHT = 64  # launches per device that have not run
 
 
 class About(NamedTuple):
@@ -47,8 +47,8 @@ class Executable:
     """What a plan is given: a loaded program with all that a launch needs of it."""
 
     __slots__ = (
-        "_flat", "_make_flat", "about", "checks", "handlers", "inputs", "is_fresh", "kind_of", "kinds", "loaded",
-        "offsets", "run",
+        "_flat", "_make_flat", "about", "checks", "fitted", "handlers", "inputs", "is_fresh", "kind_of", "kinds",
+        "loaded", "offsets", "run",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +72,7 @@ class Executable:
         numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
         self.kind_of = [numbers[sources] for sources in plan.sources]
         self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
+        self.fitted: dict[int, Parts] = {}  # what is launched instead, by memory limit
         self._make_flat = make_flat
         self._flat: Executable | None = None
 
@@ -83,9 +84,19 @@ class Executable:
         return self._flat
 
     @property
+    def argument_bytes(self) -> int:
+        """What a launch is given."""
+        return self.loaded.argument_bytes
+
+    @property
     def needed_bytes(self) -> int:
         """What a launch takes beyond its arguments."""
         return self.loaded.output_bytes - self.loaded.aliased_bytes + self.loaded.temporary_bytes
+
+    def hidden_bytes(self, arguments: Sequence[Any]) -> int:
+        """What a launch takes beside arguments and outputs: temporaries, and donated memory that no output reuses."""
+        donated = sum(argument.nbytes for argument in arguments if argument.is_deleted())
+        return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
 
 
 class Launch(NamedTuple):
@@ -100,26 +111,24 @@ class Launch(NamedTuple):
 
 
 class Executor:
-    """Launches; `history` holds the last launches.
-
-    `release` lets go of arrays whose last holder could not: it is called while a launch waits for memory.
-    """
+    """Launches; `history` holds the last launches. What does not fit in `memory` runs in the parts of `fitting`."""
 
     def __init__(
         self,
         client: Client,
         counters: Counters,
         knob: Callable[[str], Any],
-        release: Callable[[], Any],
+        memory: Memory,
+        fitting: Fitting,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._observers = observers
         self._client = client
         self._counters = counters
         self._knob = knob
-        self._release = release
+        self._memory = memory
+        self._fitting = fitting
         self.history: deque[Launch] = deque(maxlen=_HISTORY)
-        self._in_flight: list[deque[Any]] = [deque() for _ in client.devices]
         self._outcomes: list[deque[Outcome]] = [deque() for _ in client.devices]  # not known when last looked at
         self._failed: list[list[Outcome]] = [[] for _ in client.devices]  # not raised when last looked at
 
@@ -128,13 +137,17 @@ class Executor:
         executable = executable or work.executable
         if isinstance(executable, HostCall):
             return self._call(work)
-        if isinstance(executable, Parts):
-            return executable.run(work, self.launch)
-        if isinstance(executable, Ladder):
-            return executable.run(work, self.launch, self._wait_until_idle)
         if isinstance(executable, Joint):
             return self._meet(work, executable)
+        form = executable.clusters if isinstance(executable, Ladder) else executable
         try:
+            parts = self._in_parts(work, form) if self._memory.limit(work.device) else None
+            if parts is not None:
+                return parts.run(work, self.launch)
+            if isinstance(executable, Parts):
+                return executable.run(work, self.launch)
+            if isinstance(executable, Ladder):
+                return executable.run(work, self.launch, self._memory.wait_until_idle)
             if executable.offsets:
                 executable = executable.at(work.ints.tolist())
             errors = work.errors()
@@ -143,7 +156,7 @@ class Executor:
                 self._run(work, executable, spoiled)
         except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it, Ctrl-C too
             _forget_frames(error)
-            work.failed(_explained(error, executable.about, work.run))
+            work.failed(_explained(error, form.about, work.run))
 
     def _call(self, work: Any) -> None:
         """Runs a host call, whose outputs depend on all its inputs."""
@@ -197,9 +210,6 @@ class Executor:
                 arguments.append(client.upload(numbers, device))
         if executable.is_fresh:
             _check_arguments(client, executable, arguments)
-        limit = self._knob("memory_limit")
-        if limit:
-            self._wait_for_room(limit, executable, device)
         doubts = unsettled(work.guards())
         started = time.perf_counter()
         if together is None:
@@ -207,7 +217,11 @@ class Executor:
         else:
             execute = functools.partial(client.execute_together, executable.run, arguments, executable.handlers)
             outputs, token = together(execute)
-        self._track(device, token)
+        if self._memory.limit(device):
+            output = weakref.ref(outputs[0]) if outputs else lambda: None
+            self._memory.track(device, Flight(token, executable.hidden_bytes(arguments), arguments, output))
+        else:
+            self._memory.track(device, Flight(token, 0, (), lambda: None))
         self._counters.launches += 1
         outcome = None
         if executable.checks:
@@ -231,28 +245,32 @@ class Executor:
         executable.is_fresh = False
         work.done(outputs, guards)
 
-    def _wait_for_room(self, limit: int, executable: Executable, device: int) -> None:
-        def live() -> int:
-            self._release()
-            return self._client.live_bytes(device)
-
-        about = executable.about
-        what = f"the region recorded at {about.line} (its largest result: {about.largest})"
-        wait_for_room(limit, executable.needed_bytes, live, device, what)
+    def _in_parts(self, work: Any, form: Executable | Parts) -> Parts | None:
+        """What is launched instead of a program, or of parts, that do not fit; None where they do."""
+        memory, device, needed = self._memory, work.device, form.needed_bytes
+        limit = memory.limit(device)
+        parts = form.fitted.get(limit)
+        if parts is None and needed:
+            arguments = work.inputs()  # counted from now on, where they were on the host
+            about = form.about
+            if form.argument_bytes + needed <= limit and memory.has_room(device, needed, about.line):
+                return None
+            room = memory.room_for(device, arguments)
+            parts, tried = self._fitting.fit(work.program, device, room)
+            if parts is None:
+                what = f"the region recorded at {about.line} (its largest result: {about.largest})"
+                raise torch.OutOfMemoryError(memory.explain(device, what, needed, tried))
+            form.fitted[limit] = parts
+            memory.note("split", about.line, f"{about.ops} ops now run in {tried}")
+        return parts
 
     def finish(self, device: int) -> None:
         """Waits until everything launched so far on the device has run; raises what no read has raised of it."""
-        for token in list(self._in_flight[device]):
-            self._client.wait_for_launch(token)
+        self._memory.finish(device)
         self._settle(device, is_waited_for=True)
         failed, self._failed[device] = self._failed[device], []
         for outcome in failed:
             outcome.raise_unread()
-
-    def _wait_until_idle(self, device: int) -> None:
-        for token in list(self._in_flight[device]):
-            with contextlib.suppress(RuntimeError):  # who reads the launch's outputs raises it
-                self._client.wait_for_launch(token)
 
     def _settle(self, device: int, *, is_waited_for: bool = False) -> None:
         """Closes the outcomes that have become known: launches of a device run in order."""
@@ -261,13 +279,6 @@ class Executor:
             outcome = outcomes.popleft()
             if outcome.close():
                 self._failed[device] = [o for o in (*self._failed[device], outcome) if not o.is_settled()]
-
-    def _track(self, device: int, token: Any) -> None:
-        in_flight = self._in_flight[device]
-        in_flight.append(token)
-        if len(in_flight) > _MAX_IN_FLIGHT:
-            with contextlib.suppress(RuntimeError):  # who reads the launch's outputs raises it
-                self._client.wait_for_launch(in_flight.popleft())
 
     def _log(self, launch: Launch, executable: Executable, outputs: list[Any], started: float) -> None:
         """Writes the launch's line, once it has run."""

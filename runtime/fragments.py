@@ -30,7 +30,8 @@ _BATCH = 128  # ops traced in one module
 class Fragments:
     """Finds, loads or traces fragments for one platform, by default the client's; one per engine.
 
-    `watch` says what each op's results are checked for: "off", "nan" or "inf" (which includes NaN).
+    `watch` says what each op's results are checked for: "off", "nan" or "inf" (which includes NaN); `capacity` is the
+    most fragments kept in memory.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Fragments:
         counters: Counters,
         platform: str = "",
         watch: Callable[[], str] = lambda: "off",
+        capacity: Callable[[], int] = lambda: 1 << 14,
     ) -> None:
         self.watch = watch
+        self._capacity = capacity
         self._lowerings = lowerings
         self.platform = platform or client.lowering_platform
         self._tracer = Tracer(client, self.platform, lowerings.context)
@@ -50,7 +53,9 @@ class Fragments:
         self._store = store
         self._counters = counters
         self._lock = threading.Lock()  # held while fragments are added
+        # What was used since the older half was forgotten, and that half; both change by single steps of the GIL.
         self._known: dict[str, Fragment] = {}
+        self._older: dict[str, Fragment] = {}
 
     def maps(self, op: Op) -> bool:
         """Whether an op goes through its lists in step, element by element."""
@@ -90,15 +95,40 @@ class Fragments:
         """Each op's fragment and the arrays it is called with; an error while tracing names the op and its line."""
         watched = self.watch()
         described = self.describe(ops, watched)
-        missing = {key: op for (key, _), op in zip(described, ops, strict=True) if key not in self._known}
+        made: dict[str, Fragment] = {}
+        missing: dict[str, Op] = {}
+        for (key, _), op in zip(described, ops, strict=True):
+            known = self._find(key)
+            if known is None:
+                missing[key] = op
+            else:
+                made[key] = known
         if missing:
             with self._lock:
-                self._add(missing, watched)
-        return [(self._known[key], arrays) for key, arrays in described]
+                made.update(self._add(missing, watched))
+        return [(made[key], arrays) for key, arrays in described]
 
-    def _add(self, missing: dict[str, Op], watched: str) -> None:
+    def _find(self, key: str) -> Fragment | None:
+        found = self._known.get(key)
+        if found is None:
+            found = self._older.get(key)
+            if found is not None:
+                self._keep(key, found)
+        return found
+
+    def _keep(self, key: str, fragment: Fragment) -> None:
+        if 2 * len(self._known) >= self._capacity():
+            self._known, self._older = {}, self._known
+        self._known[key] = fragment
+
+    def _add(self, missing: dict[str, Op], watched: str) -> dict[str, Fragment]:
+        added: dict[str, Fragment] = {}
         waiting: list[tuple[str, Op, Entry]] = []
         for key, op in missing.items():
+            known = self._find(key)  # another thread may have been here
+            if known is not None:
+                added[key] = known
+                continue
             try:
                 entry = self._lowerings.entry(op.name, self.platform)
                 stored = self._store.get(self._disk_key(key, entry)) if self._store.keeps and entry.persists else None
@@ -108,19 +138,22 @@ class Fragments:
                 waiting.append((key, op, entry))
             else:
                 self._counters.fragment_hits_disk += 1
-                self._known[key] = _decode(stored)
+                added[key] = _decode(stored)
         for first in range(0, len(waiting), _BATCH):
-            self._trace(waiting[first : first + _BATCH], watched)
+            added.update(self._trace(waiting[first : first + _BATCH], watched))
+        for key, fragment in added.items():
+            self._keep(key, fragment)
+        return added
 
-    def _trace(self, waiting: list[tuple[str, Op, Entry]], watched: str) -> None:
+    def _trace(self, waiting: list[tuple[str, Op, Entry]], watched: str) -> dict[str, Fragment]:
         started = time.perf_counter()
         traced = self._tracer.trace([(op, entry) for _, op, entry in waiting], watched)
         self._counters.fragment_traces += len(traced)
         build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
         for (key, op, entry), fragment in zip(waiting, traced, strict=True):
-            self._known[key] = fragment
             if self._store.keeps and entry.persists:
                 self._store.put(self._disk_key(key, entry), _encode(fragment), {"op": op.name, "build_ms": build_ms})
+        return {key: fragment for (key, _, _), fragment in zip(waiting, traced, strict=True)}
 
     def _disk_key(self, key: str, entry: Entry) -> Key:
         parts = {

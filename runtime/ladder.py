@@ -31,7 +31,7 @@ class Ladder:
         is_fixed: Callable[[], bool],
         chosen: Callable[[bool, tuple[float, float]], None],
     ) -> None:
-        self._clusters = clusters
+        self.clusters = clusters
         self._climb = climb
         self._hot = hot
         self._is_fixed = is_fixed
@@ -63,7 +63,7 @@ class Ladder:
             assert self._whole is not None
             launch(work, self._whole.result())
         else:
-            self._clusters.run(work, launch)
+            self.clusters.run(work, launch)
 
     def _time(self, work: Any, launch: Callable[..., None], wait_until_idle: Callable[[int], None]) -> None:
         is_whole = len(self._times[True]) <= len(self._times[False])

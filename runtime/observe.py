@@ -60,3 +60,6 @@ class Observer(Protocol):
 
     def fell_back(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
         """An op ran on the CPU for want of a lowering."""
+
+    def made_room(self, action: str, line: str, detail: str) -> None:
+        """For want of memory a launch of the region of `line` waited, or "collect"ed garbage, or was "split"."""

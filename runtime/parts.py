@@ -112,8 +112,8 @@ def rewrite(
                 return replace(given, value=value, offset=offset(given.offset))
             case Lifted():
                 return lift(given)
-            case Scalar(value=Lifted()):
-                return replace(given, value=lift(given.value))
+            case Scalar(value=Lifted() as lifted):
+                return replace(given, value=lift(lifted))
             case Random():
                 return Random(lift(given.seed), lift(given.offset))
             case tuple() | list():

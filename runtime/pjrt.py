@@ -7,6 +7,7 @@ for, and the user's JAX stays as it is.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import socket
@@ -32,6 +33,7 @@ from .fleet import Board, Fleet, Homes
 Aval = tuple[tuple[int, ...], torch.dtype]
 
 _POLL_SECONDS = 1e-3
+_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # of mallopt(3)
 
 
 class Client:
@@ -105,6 +107,12 @@ class Client:
     def live_bytes(self, device: int) -> int:
         """The bytes of these."""
         return sum(a.nbytes for a in self.live_arrays(device))
+
+    def keep_no_memory(self) -> None:
+        """From now on freed arrays go back to the system at once: on the CPU platform malloc would keep them."""
+        if self.platform == "cpu":
+            with contextlib.suppress(AttributeError, OSError):  # another C library
+                ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
 
     def device_name(self, device: int) -> str:
         """What the platform calls the device."""

@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .calls import results_of
 from .parts import bases_of, operands, rewrite, size_of, written
@@ -183,6 +184,6 @@ class _Schedule:
         return nbytes / _BYTES_PER_SECOND + flops / _FLOPS_PER_SECOND + 1e-6
 
 
-def _tensors(op: Op) -> Iterator[object]:
+def _tensors(op: Op) -> Iterator[Any]:
     yield from operands(op)
     yield from results_of(op)

@@ -5,12 +5,13 @@ What lies between two programs lives until its last use, no longer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .parts import Part
+from .parts import Part, bases_of, size_of
 from .region import Program
 
 
@@ -20,6 +21,9 @@ class Sequence:
     def __init__(self, program: Program, parts: list[Part], executable_of: Callable[[int], Any]) -> None:
         self.parts = parts
         self._executable_of = executable_of
+        self.fitted: dict[int, Sequence] = {}  # what is launched instead, by memory limit
+        self.argument_bytes = sum(map(size_of, program.inputs))
+        self._num_inputs, self._donated = len(program.inputs), program.donated
         self._outputs = program.outputs
         last = {value: number for number, part in enumerate(parts) for value in (*part.inputs, *part.outputs)}
         kept = set(program.outputs)
@@ -30,6 +34,29 @@ class Sequence:
         self._floats = [torch.tensor(part.floats) for part in parts]
         self._ints = [torch.tensor(part.ints) for part in parts]
         self._offsets = [torch.tensor(part.offsets, dtype=torch.int64) for part in parts]
+
+    @functools.cached_property
+    def needed_bytes(self) -> int:
+        """What the launches take together beyond the arguments; 0 where a part is no program."""
+        sizes = {~i: 0 for i in range(self._num_inputs) if i not in self._donated}
+        held = peak = 0
+        for number, part in enumerate(self.parts):
+            executable = self._executable_of(number)
+            if not hasattr(executable, "needed_bytes"):
+                return 0
+            bases = bases_of(part.program)
+            for value, base in zip(part.inputs, part.program.inputs, strict=True):
+                sizes.setdefault(value, size_of(base))
+            made = {v: size_of(bases[own]) for v, own in zip(part.outputs, part.program.outputs, strict=True)}
+            sizes.update(made)
+            peak = max(peak, held + executable.needed_bytes)
+            held += sum(made.values()) - sum(sizes[value] for value in self._dying[number])
+        return peak
+
+    @property
+    def about(self) -> Any:
+        """What is said of the part that takes most."""
+        return max((self._executable_of(i) for i in range(len(self.parts))), key=lambda e: e.needed_bytes).about
 
     def run(self, work: Any, launch: Callable[[Any], None]) -> None:
         """Launches the parts in order; tells the work what came of it."""

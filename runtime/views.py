@@ -56,7 +56,7 @@ def fits(offsets: Mapping[int, frozenset[Digit]], ints: Sequence[int]) -> bool:
     return all(ints[i] // weight % size <= limit for i, known in offsets.items() for weight, size, limit in known)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=8192)
 def digits(base: Base, view: View) -> tuple[Digit, ...]:
     """The conditions under which a view at a run-time offset is a box of the array; none where it is not taken as one.
 
@@ -71,7 +71,7 @@ def digits(base: Base, view: View) -> tuple[Digit, ...]:
     return tuple(Digit(weight, size, size - taken.extent) for weight, size, taken in rows)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=8192)
 def read(base: Base | None, view: View, *, is_flat: bool = False) -> Snippet:
     """The lines that read `view` of an array laid out as `base`, or zeros where the array was never written.
 
@@ -86,7 +86,7 @@ def read(base: Base | None, view: View, *, is_flat: bool = False) -> Snippet:
     return _snippet(lines, _read(lines, array, view.sizes, view.strides, view.offset))
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=8192)
 def write(base: Base, view: View, *, is_fresh: bool = False, is_flat: bool = False) -> Snippet:
     """The lines that put `%Y`, of shape `view.sizes`, into `view` of an array laid out as `base`.
 
@@ -114,7 +114,7 @@ def write(base: Base, view: View, *, is_fresh: bool = False, is_flat: bool = Fal
     return _snippet(lines, cast_back(lines, result, old))
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=8192)
 def covers(base: Base, view: View) -> bool:
     """Whether the view takes every element of the array, so that a write into it needs no old array."""
     if view.offset is None or 0 in view.sizes:

@@ -28,6 +28,7 @@ from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, 
 KNOBS: dict[str, Any] = {
     "clusters": True, "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0,
     "num_compile_threads": 1, "policy": "background", "deterministic": False,
+    "max_programs": 1024, "max_fragments": 16384,
 }  # fmt: skip
 
 
@@ -102,8 +103,15 @@ class Work:
     """Stands for the recorder's work."""
 
     def __init__(
-        self, executable: Any, inputs: list[Any], guards: Any = (), floats: Any = None, ints: Any = None
+        self,
+        executable: Any,
+        inputs: list[Any],
+        guards: Any = (),
+        floats: Any = None,
+        ints: Any = None,
+        program: Program | None = None,
     ) -> None:
+        self.program = program
         self.executable, self.device, self.floats, self.ints = executable, 0, floats, ints
         self.region, self.run, self.is_slice = {"reason": "read", "line": "test.py:9"}, "", False
         self._inputs, self._guards = inputs, list(guards)
@@ -170,6 +178,7 @@ def run(
         [engine.upload(t, 0) for t in inputs],
         floats=torch.tensor(floats, dtype=torch.float64) if floats else None,
         ints=torch.tensor(ints) if ints else None,
+        program=program,
     )
     engine.launch(work)
     if work.error is not None:

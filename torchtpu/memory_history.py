@@ -64,6 +64,9 @@ class _Recording:
     def fell_back(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
         """Its results are uploaded."""
 
+    def made_room(self, action: str, line: str, detail: str) -> None:
+        """What is let go then is noted as it dies."""
+
     def _note(self, array: Any, device: int, frames: list[Entry]) -> None:
         entry = self._entry("alloc", self.place(array.nbytes), array.nbytes, device, frames)
         self.held[id(array)] = entry

@@ -37,6 +37,7 @@ class LazyEngine:
     def __init__(self) -> None:
         self.counters = Counters()
         self.observers: list[Observer] = []  # explain's
+        self.recompilations: Any = None  # what has varied, once the engine has started
         self.served: dict[str, str] = {}  # every op name registered -> the op whose lowering serves it
         self._lock = threading.Lock()
         self._engine: Any = None  # guarded by _lock until it is set; set once
@@ -156,6 +157,11 @@ def stop_observing(observer: Observer) -> None:
     _C.observe_reads(bool(_lazy.observers))
 
 
+def recompilations() -> Any:
+    """What made programs differ from earlier ones; None before the engine starts."""
+    return _lazy.recompilations
+
+
 def is_in_use() -> bool:
     """Whether this process has recorded an op or made a tensor on the device."""
     return bool(_C.stats()["ops_recorded"]) or any(
@@ -262,6 +268,7 @@ def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool,
     ]
 
 
+_LIMITS = ("max_region_ops", "max_region_bytes", "max_in_flight", "max_trie_nodes", "max_programs")
 _settings: dict[str, Any] = {}  # what the engine asks for at each launch: `config.get` looks at the environment
 
 
@@ -273,8 +280,8 @@ def _apply(name: str, value: Any) -> None:
         _C.set_policy(config.get("policy") == "frozen", config.get("deterministic"))
     elif name == "debug_nans" and is_in_use():
         _C.forget_streams()  # their programs check nothing, or too much
-    elif name in ("max_region_ops", "max_region_bytes", "max_in_flight"):
-        _C.set_limits(*(config.get(knob) for knob in ("max_region_ops", "max_region_bytes", "max_in_flight")))
+    elif name in _LIMITS:
+        _C.set_limits(*(config.get(knob) for knob in _LIMITS))
 
 
 class _StepLimit:
@@ -309,6 +316,7 @@ def served_ops() -> dict[str, str]:
 
 def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
     from torchtpu import ops
+    from torchtpu.explaining.recompilations import Recompilations
     from torchtpu.runtime.engine import Engine
     from torchtpu.runtime.manifest import Journal
     from torchtpu.runtime.rehearsal import Rehearsal
@@ -321,6 +329,7 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         if journal is None:
             raise RuntimeError("TORCHTPU_READS is for `torchtpu warm`, which collects programs: use its option --reads")
         return Rehearsal(journal, lazy.counters, _C.current_line, collectives, answers=config.get("reads") == "standin")
+    lazy.recompilations = Recompilations()
     return Engine(
         platform=platform(),
         num_devices=_C.device_count(),
@@ -332,8 +341,10 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         knob=_settings.__getitem__,
         store=open_store(),
         release=_C.drain,
+        live_tensors=_C.live_tensors,
         journal=journal,
         observers=lazy.observers,
+        planned=lazy.recompilations.note,
         collectives=collectives,
         is_structural=_is_structural,
         fleet=fleet,

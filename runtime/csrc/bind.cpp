@@ -86,10 +86,11 @@ py::dict describe_region(const Work& work) {
 
 py::dict stats() {
   py::dict d, cuts;
-  int64_t trie_nodes = 0, live_nodes = 0;
+  int64_t trie_nodes = 0, trie_plans = 0, live_nodes = 0;
   for (Recorder* r : all_recorders()) {
     StateGuard guard(state_lock);
     trie_nodes += r->trie->nodes;
+    trie_plans += r->trie->plans;
     live_nodes += r->at->next_value;
   }
   Counters now;
@@ -104,6 +105,8 @@ py::dict stats() {
   d["trie_hits"] = now.hits;
   d["trie_misses"] = now.misses;
   d["trie_nodes"] = trie_nodes;
+  d["trie_plans"] = trie_plans;
+  d["streams_forgotten"] = now.forgotten;
   d["regions"] = now.regions;
   d["slices"] = now.slices;
   d["cuts"] = cuts;
@@ -152,6 +155,23 @@ bool is_on_host(const at::Tensor& t) {
   return !is_pending && s->buffer && s->buffer->host.defined();
 }
 
+py::list live_tensors(int device) {
+  py::list found;
+  double now = seconds_now();
+  for (const BufferRef& buffer : live_buffers(static_cast<c10::DeviceIndex>(device))) {
+    const Maker& maker = buffer->maker;
+    py::dict d;
+    d["shape"] = py::tuple(py::cast(buffer->base->shape));
+    d["dtype"] = py::cast(buffer->base->dtype);
+    d["nbytes"] = buffer->base->nbytes;
+    d["age"] = now - buffer->made_at;
+    d["op"] = maker.op ? maker.op->name : "";
+    d["line"] = maker.line ? *maker.line : "";
+    found.append(d);
+  }
+  return found;
+}
+
 py::object dump(int device) {
   Recorder& r = recorder_for(static_cast<c10::DeviceIndex>(device));
   std::vector<const Base*> inputs;
@@ -191,6 +211,11 @@ void bind_engine_types(py::module& m) {
       .def_property_readonly("ints", [](const Work& w) { return optional_tensor(w.ints); })
       .def_property_readonly("region", &describe_region)
       .def_property_readonly("run", [](const Work& w) { return describe_run(*w.plan, w.entry.get(), w.line); })
+      .def_property_readonly("program",
+                             [](const Work& w) {
+                               const Plan& p = *w.plan;
+                               return make_program(p.node, p.inputs, p.outputs, p.donated, p.line);
+                             })
       .def("inputs", &input_objects)
       .def_property_readonly("is_slice", [](const Work& w) { return w.is_slice; })
       .def("errors", [](const Work& w) { return by_input(w, &error_of); })
@@ -258,6 +283,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("stats", &stats);
   m.def("reset_stats", &reset_stats);
   m.def("memory_stats", &device_memory);
+  m.def("live_tensors", &live_tensors);
   m.def("reset_peak_memory", [](int device) { memory_stats[device].peak = memory_stats[device].allocated.load(); });
   m.def("record_marker", [](int device) { return record_marker(static_cast<c10::DeviceIndex>(device)); });
   m.def("wait_marker", &wait_marker);
@@ -267,11 +293,14 @@ PYBIND11_MODULE(_C, m) {
     policy.is_frozen = is_frozen;
     policy.is_exact = is_exact;
   });
-  m.def("set_limits", [](int64_t max_ops, int64_t max_bytes, int64_t max_in_flight) {
-    limits.max_ops = max_ops;
-    limits.max_bytes = max_bytes;
-    limits.max_in_flight = max_in_flight;
-  });
+  m.def("set_limits",
+        [](int64_t max_ops, int64_t max_bytes, int64_t max_in_flight, int64_t max_nodes, int64_t max_plans) {
+          limits.max_nodes = max_nodes;
+          limits.max_plans = max_plans;
+          limits.max_ops = max_ops;
+          limits.max_bytes = max_bytes;
+          limits.max_in_flight = max_in_flight;
+        });
   m.def("set_eval_frame_setter", [](const py::object& setter) { set_eval_frame_setter(setter.ptr()); });
   m.def("observe_reads", [](bool on) { reads_are_observed = on; });
   m.def("dump", &dump);

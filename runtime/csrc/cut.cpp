@@ -14,6 +14,7 @@ namespace torchtpu {
 
 namespace {
 constexpr int kFewestOpsToMark = 4;  // an optimizer step that ends so small a region is no boundary
+constexpr size_t kMostPlans = 64;    // of one end: the oldest goes
 }  // namespace
 
 namespace {
@@ -43,6 +44,22 @@ std::vector<const Base*> bases_of(const Node* node, const std::vector<int32_t>& 
   std::vector<const Base*> bases;
   for (int32_t value : values) bases.push_back(all[value]);
   return bases;
+}
+
+std::vector<Maker> makers_of(const Node* node, const std::vector<int32_t>& values) {
+  std::vector<Maker> all(node->next_value);
+  for (; node->info; node = node->parent) {
+    Maker maker{node->info, std::make_shared<std::string>(node->line)};
+    for (const auto& ret : node->returns) {
+      for (const auto& m : ret.tensors) {
+        if (!m.is_undefined) all[m.value] = maker;
+      }
+    }
+    for (const auto& w : node->writes) all[w.value] = maker;
+  }
+  std::vector<Maker> makers;
+  for (int32_t value : values) makers.push_back(all[value]);
+  return makers;
 }
 
 int64_t total_bytes(const std::vector<const Base*>& bases) {
@@ -105,21 +122,9 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
     }
   }
   auto plan = make_plan(r, std::move(inputs), std::move(outputs), agree_on_donation(node, free), line);
+  if (node.plans.size() >= kMostPlans) node.plans.erase(node.plans.begin());
   node.plans.push_back(plan);
   return plan;
-}
-
-// A plan keeps its trie and a trie its plans: both go when nobody launches the plans any more.
-void replace_trie(Recorder& r) {
-  std::vector<Node*> path{&r.trie->root};
-  while (!path.empty()) {
-    Node* node = path.back();
-    path.pop_back();
-    node->plans.clear();
-    node->reads.reset();
-    for (auto& child : node->children) path.push_back(child.get());
-  }
-  r.trie = std::make_shared<Trie>();
 }
 
 // Inputs above `count` belong to calls that came to nothing.
@@ -129,7 +134,6 @@ void drop_inputs(Recorder& r, size_t count) {
 }
 
 void start_region(Recorder& r) {
-  if (r.trie->nodes > limits.max_nodes) replace_trie(r);
   r.at = &r.trie->root;
   r.shadow = nullptr;
   r.boundary = nullptr;
@@ -140,6 +144,7 @@ void start_region(Recorder& r) {
   r.slices.clear();
   r.detour = nullptr;
   std::fill(r.live.begin(), r.live.end(), nullptr);
+  forget_oldest(*r.trie);
 }
 
 }  // namespace
@@ -173,6 +178,7 @@ std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<const Base*> inpu
   plan->node = r.at;
   plan->inputs = std::move(inputs);
   plan->output_bases = bases_of(r.at, outputs);
+  plan->output_makers = makers_of(r.at, outputs);
   plan->output_bytes = total_bytes(plan->output_bases);
   plan->outputs = std::move(outputs);
   plan->donated = std::move(donated);
@@ -210,7 +216,10 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   std::vector<uint8_t> free;
   for (const auto& input : r.inputs) free.push_back(input->holders == 0 && input->regions == 1);
   auto work = std::make_shared<Work>();
+  note_end(*r.trie, *r.at);
+  auto known = static_cast<int64_t>(r.at->plans.size());
   work->plan = choose_plan(r, live, free, line);
+  r.trie->plans += static_cast<int64_t>(r.at->plans.size()) - known;
   work->device = r.device;
   work->reason = reason;
   work->line = std::move(line);
@@ -219,6 +228,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
     r.inputs[i]->regions--;
     if (work->plan->donated[i]) r.inputs[i]->give_up_memory();
   }
+  double now = seconds_now();
   for (size_t i = 0; i < work->plan->outputs.size(); i++) {
     int32_t value = work->plan->outputs[i];
     TpuStorage* s = r.live[value];
@@ -226,6 +236,8 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
     auto& output = work->outputs.emplace_back();
     if (!s && !keeper) continue;
     output = c10::make_intrusive<Buffer>(work->plan->output_bases[i], r.device, BufferState::kPending);
+    output->maker = work->plan->output_makers[i];
+    output->made_at = now;
     if (s) s->set_buffer(output);
     if (keeper) keeper->buffer = output;
     // A value once read stays what it was, and costs nothing.
@@ -241,17 +253,6 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   start_region(r);
   enqueue(work);
   return work;
-}
-
-void forget_streams() {
-  for (Recorder* r : all_recorders()) {
-    StateGuard guard(state_lock);
-    cut_locked(*r, "forget_streams", "");
-    replace_trie(*r);
-    r->at = &r->trie->root;
-    r->shadow = nullptr;
-  }
-  wake_launcher();
 }
 
 WorkRef cut(Recorder& r, const char* reason) {

@@ -94,6 +94,8 @@ bool covers_storage(const Tensor& t) {
          t.numel() * static_cast<int64_t>(t.element_size()) == static_cast<int64_t>(s->nbytes());
 }
 
+constexpr int64_t kFewestBytesToName = 1 << 16;  // a smaller upload is nobody's reason for a full device
+
 // A private contiguous copy of `src` becomes the storage's value; nothing is recorded.
 void upload_whole(const Tensor& dst, const Tensor& src) {
   const Base* base = base_for(dst.sizes(), dst.strides(), dst.scalar_type());
@@ -104,6 +106,8 @@ void upload_whole(const Tensor& dst, const Tensor& src) {
   int64_t stride = 1;
   for (size_t i = strides.size(); i-- > 0; stride *= base->shape[i]) strides[i] = stride;
   buffer->host = host.as_strided(base->shape, strides);  // the same bytes in memory order
+  buffer->made_at = seconds_now();
+  if (base->nbytes >= kFewestBytesToName) buffer->maker.line = std::make_shared<std::string>(current_line());
   auto* s = storage_of(dst);
   StateGuard guard(state_lock);
   s->set_buffer(std::move(buffer));

@@ -18,6 +18,7 @@ struct Plan {
   std::vector<const Base*> inputs;
   std::vector<int32_t> outputs;  // values, ascending
   std::vector<const Base*> output_bases;
+  std::vector<Maker> output_makers;
   std::vector<uint8_t> donated;  // by input
   int64_t output_bytes = 0;
   c10::DeviceIndex device = 0;

@@ -106,7 +106,8 @@ double marker_time(int64_t marker);  // seconds of the steady clock; negative wh
 void resize_storage(c10::StorageImpl& storage, size_t nbytes);
 
 struct Limits {
-  std::atomic<int64_t> max_ops{2048}, max_bytes{int64_t{8} << 30}, max_in_flight{32}, max_nodes{400000};
+  std::atomic<int64_t> max_ops{2048}, max_bytes{int64_t{8} << 30}, max_in_flight{32}, max_nodes{200000},
+      max_plans{1024};
 };
 extern Limits limits;
 
@@ -118,7 +119,7 @@ extern Policy policy;
 extern std::atomic<bool> sync_mode;
 
 struct Counters {  // under state_lock
-  int64_t hits = 0, misses = 0, regions = 0, slices = 0;
+  int64_t hits = 0, misses = 0, regions = 0, slices = 0, forgotten = 0;
   std::map<std::string, int64_t> cuts;  // by reason
 };
 extern Counters counters;

@@ -70,6 +70,13 @@ BufferRef missing(const Base* base, c10::DeviceIndex device) {
   return c10::make_intrusive<Buffer>(base, device, BufferState::kError);
 }
 
+// Adds to the trie's plans those of a node, whatever has become of them.
+struct CountAgain {
+  ~CountAgain() { trie.plans += static_cast<int64_t>(plans.size()); }
+  Trie& trie;
+  const std::vector<std::shared_ptr<Plan>>& plans;
+};
+
 // Launches of parts of a pending region.
 class Beside {
  public:
@@ -136,6 +143,9 @@ class Beside {
                                   const std::vector<int32_t>& outputs) {
     Node& node = *again.at;
     auto& plans = reads_of(node).plans;
+    note_end(*again.trie, node);
+    again.trie->plans -= static_cast<int64_t>(plans.size());
+    CountAgain count{*again.trie, plans};
     std::erase_if(plans, [](const auto& known) { return known->state == Plan::kFailed; });
     std::vector<const Base*> bases;
     for (const auto& input : inputs) bases.push_back(input->base);
@@ -273,6 +283,7 @@ void leave_detour(Recorder& r) {
     if (TpuStorage* s = r.live[it->first]) s->set_buffer(it->second);
   }
   r.slices.erase(of_detour, r.slices.end());
+  note_end(*r.trie, *r.at);
   r.at = fork;
   r.shadow = nullptr;
   r.floats.resize(fork->floats);

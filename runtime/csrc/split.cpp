@@ -99,6 +99,8 @@ namespace {
 // Ends regions after each of `ends`, nodes on the path to r.at; the ops after the last one are the pending region.
 // Works are queued in order; nobody is woken.
 void cut_after(Recorder& r, const std::vector<Node*>& ends, const char* reason, const std::string& line) {
+  note_end(*r.trie, *r.at);
+  r.trie->walks++;
   std::vector<const Node*> path;
   for (const Node* node = r.at; node->info; node = node->parent) path.push_back(node);
   std::reverse(path.begin(), path.end());
@@ -166,6 +168,7 @@ void cut_after(Recorder& r, const std::vector<Node*>& ends, const char* reason, 
     }
     if (end != path.back()) end_region(end, shift);
   }
+  r.trie->walks--;
 }
 
 }  // namespace

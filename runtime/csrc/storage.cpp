@@ -196,6 +196,19 @@ void TpuStorage::set_buffer(BufferRef b) {
   buffer = std::move(b);
 }
 
+std::vector<BufferRef> live_buffers(c10::DeviceIndex device) {
+  std::vector<BufferRef> found;
+  {
+    StateGuard guard(state_lock);
+    for (const TpuStorage* s : *slots) {
+      if (s && s->buffer && s->device_index == device) found.push_back(s->buffer);
+    }
+  }
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
+}
+
 c10::Allocator* device_allocator() { return slot_allocator; }
 bool is_foreign(const c10::StorageImpl* storage) {
   return const_cast<c10::StorageImpl*>(storage)->allocator() != slot_allocator;

@@ -5,7 +5,9 @@
 #include <c10/core/StorageImpl.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -39,6 +41,14 @@ const Base* intern_base(std::vector<int64_t> shape, at::ScalarType dtype);
 const Base* base_for(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
 const Base* flat_base(int64_t nbytes, at::ScalarType dtype);
 
+struct OpInfo;
+
+// The op that made a value, and its line.
+struct Maker {
+  const OpInfo* op = nullptr;               // null: an upload
+  std::shared_ptr<const std::string> line;  // null where nobody asked
+};
+
 enum class BufferState : uint8_t { kPending, kReady, kError };
 
 // A value on the device, or on its way there.  `object`, `guard` and `error` are written once, before `state` changes.
@@ -62,6 +72,8 @@ struct Buffer : c10::intrusive_ptr_target {
   PyObject* error = nullptr;        // the exception that a read raises
   bool is_counted = true;           // in memory_stats
   at::Tensor host;                  // the same bytes on the host: an upload, or a small value that was read
+  Maker maker;
+  double made_at = 0;  // seconds of the steady clock
 };
 using BufferRef = c10::intrusive_ptr<Buffer>;
 
@@ -108,6 +120,9 @@ at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::T
                        c10::DeviceIndex device);
 at::Tensor make_tensor_locked(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
                               c10::DeviceIndex device);
+
+// The buffers of a device's storages, each once.
+std::vector<BufferRef> live_buffers(c10::DeviceIndex device);
 
 extern SpinLock decref_lock;  // guards the objects to release; taken after any other lock
 // Releases a Python object without taking the GIL; drained by the next thread that holds it.

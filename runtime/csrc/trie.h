@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -145,8 +146,9 @@ struct Node {
   std::vector<std::shared_ptr<Plan>> plans;  // programs that end here, by live set and donation
   std::vector<uint8_t> donation;             // inputs free at every visit so far
   int donation_shrinks = 0;
-  Node* trunk = nullptr;         // the child that the last region took which went on from here
-  std::unique_ptr<Reads> reads;  // null where there were none
+  Node* trunk = nullptr;                          // the child that the last region took which went on from here
+  std::unique_ptr<Reads> reads;                   // null where there were none
+  std::optional<std::list<Node*>::iterator> end;  // its place in Trie::ends
 };
 inline Reads& reads_of(Node& node) {
   if (!node.reads) node.reads = std::make_unique<Reads>();
@@ -159,8 +161,10 @@ struct Trie {
     int changes = 0;             // times that it came with new shapes
   };
   Node root;
-  int64_t nodes = 0;
-  int wholes = 0;                                // values that have a slice of their own
+  int64_t nodes = 0, plans = 0;
+  std::list<Node*> ends;  // where regions ended, the latest first; every leaf that is not being recorded is one
+  int walks = 0;          // while somebody holds nodes that the pending region has left, nothing is forgotten
+  int wholes = 0;         // values that have a slice of their own
   std::unordered_map<uint64_t, Stream> streams;  // long ones, by skeleton
 };
 
@@ -189,6 +193,11 @@ void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys);
 
 // The same for a call that has been described already; numbers of `given` are the call's own.
 Match match_keys(const Node& node, const OpInfo& info, const std::vector<ArgKey>& given, LiftedNumbers& lifted);
+// Notes that recording left `node`, which is an end from now on.
+void note_end(Trie& trie, Node& node);
+// Forgets the ends that were reached longest ago, and the ops that led to nothing else, until the trie keeps its
+// limits. The pending region is empty.
+void forget_oldest(Trie& trie);
 // Hangs `node`, whose op, arguments, results and line are set, below `parent`.
 Node* add_node(Trie& trie, Node& parent, std::unique_ptr<Node> node, int32_t next_value);
 

@@ -101,6 +101,8 @@ table('builds', data.builds, [['at ms', r => r.at_ms], ['from', r => r.source], 
   ['ops', r => r.ops], ['line', r => r.line]]);
 table('memory', data.memory, [['bytes', r => r.bytes], ['count', r => r.count], ['op', r => r.op],
   ['line', r => r.line]]);
+table('room', data.room, [['count', r => r.count], ['action', r => r.action], ['line', r => r.line],
+  ['last time', r => r.last]]);
 drawTimeline();
 drawMap();
 document.getElementById('timeline').addEventListener('wheel', zoom, { passive: false });
@@ -115,6 +117,7 @@ _SECTIONS = (
     ("regions", "Regions"),
     ("builds", "Builds"),
     ("memory", "Largest live results"),
+    ("room", "For want of memory"),
 )
 
 

@@ -36,6 +36,7 @@ def build(listener: Listener) -> dict[str, Any]:
         "reads": _reads(listener),
         "builds": [_build(b, start) for b in listener.builds],
         "memory": _memory(listener),
+        "room": _room(listener),
         "timeline": timeline,
     }
 
@@ -215,6 +216,17 @@ def _memory(listener: Listener) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda r: -r["bytes"])[:_MAX_HOLDERS]
 
 
+def _room(listener: Listener) -> list[dict[str, Any]]:
+    """What launches did for want of memory, by region."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for room in listener.rooms:
+        groups[room.action, room.line].append(room.detail)
+    return [
+        {"action": action, "line": line, "count": len(details), "last": details[-1]}
+        for (action, line), details in groups.items()
+    ]
+
+
 def _where(line: str) -> str:
     """The line, with a path relative to the working directory where that is shorter."""
     root = os.getcwd() + os.sep
@@ -255,6 +267,9 @@ def text(data: dict[str, Any]) -> str:
     lines += _section(
         "memory",
         [f"{show_bytes(m['bytes']):>10}  {m['count']} x {m['op']} at {_where(m['line'])}" for m in data["memory"]],
+    )
+    lines += _section(
+        "room", [f"{r['count']} x {r['action']} at {_where(r['line'])}: {r['last']}" for r in data["room"]]
     )
     return "\n".join(lines)
 

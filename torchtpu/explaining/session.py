@@ -69,6 +69,15 @@ class Fallback:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a launch had to do for want of memory."""
+
+    action: str
+    line: str
+    detail: str
+
+
+@dataclass(frozen=True)
 class Holder:
     """An array that a launch made, while it lives."""
 
@@ -89,6 +98,7 @@ class Listener:
         self.calls: list[Called] = []
         self.reads: list[Read] = []
         self.fallbacks: list[Fallback] = []
+        self.rooms: list[Room] = []
         self.holders: list[Holder] = []
         self._outputs: dict[str, list[Any]] = {}  # the op that made each output, by program
         self._waiting: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
@@ -123,6 +133,9 @@ class Listener:
     def fell_back(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
         shown = str(dtype).removeprefix("torch.") if dtype else ""
         self.fallbacks.append(Fallback(time.perf_counter(), name, shown, line, nbytes))
+
+    def made_room(self, action: str, line: str, detail: str) -> None:
+        self.rooms.append(Room(action, line, detail))
 
     def close(self) -> None:
         """Waits for the launches that were noted."""

@@ -1,0 +1,197 @@
+"""Budgets and caps: in come small ones, out comes the same training as without, what was done, or what is alive."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from memory_script import Largest
+
+import torchtpu
+from torchtpu import config, metrics, startup
+
+SCRIPT = Path(__file__).parent / "memory_script.py"
+MB = 1 << 20
+
+
+def child(cache: Path, *args: object, **variables: str) -> dict[str, Any]:
+    given = {**os.environ, "TORCHTPU_CACHE_DIR": str(cache), **variables}
+    command = [sys.executable, str(SCRIPT), *map(str, args)]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return made
+
+
+def weights() -> list[torch.Tensor]:
+    """No two of one shape, so that nothing repeats."""
+    sizes = [256 + 8 * i for i in range(13)]
+    return [torch.randn(m, n).div(16).to("tpu") for m, n in itertools.pairwise(sizes)]
+
+
+def chain(x: torch.Tensor, layers: list[torch.Tensor]) -> torch.Tensor:
+    """Much of it is alive at once: what is made first is read last."""
+    made = [x]
+    for w in layers:
+        made.append(torch.tanh(made[-1] @ w))
+    y = made.pop()
+    for w in reversed(layers):
+        y = torch.tanh(y @ w.t()) + made.pop()
+    return y
+
+
+def bytes_needed_by(call: Callable[[], object]) -> int:
+    """Those of the largest program that a call makes."""
+    largest = Largest()
+    startup.observe(largest)
+    call()
+    startup.stop_observing(largest)
+    return largest.bytes
+
+
+def test_training_fits_into_60_percent_of_what_its_step_needs(tmp_path: Path) -> None:
+    free = child(tmp_path, "train", 0, 2)
+    limit = int(0.6 * free["needed"])
+    held = child(tmp_path, "train", limit, 2)
+    assert free["regions_split"] == 0 < held["regions_split"]
+    assert held["memory_waits"] > 0 == held["out_of_memory"]
+    torch.testing.assert_close(held["losses"], free["losses"], rtol=1e-5, atol=1e-6)
+    assert free["held"] > limit
+    assert held["held"] <= 1.1 * limit
+
+
+def test_a_region_that_does_not_fit_runs_in_parts_and_explain_says_so() -> None:
+    x, layers = torch.randn(512, 256).to("tpu"), weights()
+    want = chain(x, layers).cpu()
+    limit = int(0.9 * bytes_needed_by(lambda: chain(x, layers).mul(2).cpu()))
+    with config.using(memory_limit=limit), torchtpu.explain() as explained:
+        got = chain(x, layers).mul(2).cpu()
+    torch.testing.assert_close(got, want * 2)
+    assert metrics.snapshot()["regions_split"] == 1
+    assert "split" in {row["action"] for row in explained.data["room"]}
+    assert "ops now run in" in str(explained)
+
+
+def test_values_are_made_again_where_parts_alone_do_not_fit() -> None:
+    x, layers = torch.randn(512, 256).to("tpu"), weights()
+    want = chain(x, layers).cpu()
+    limit = int(0.6 * bytes_needed_by(lambda: chain(x, layers).neg().cpu()))
+    with config.using(memory_limit=limit):
+        got = chain(x, layers).neg().cpu()
+    torch.testing.assert_close(got, -want)
+    assert metrics.snapshot()["ops_repeated"] > 0
+
+
+def test_out_of_memory_lists_what_is_alive_and_what_was_tried() -> None:
+    x = torch.randn(1024, 512, device="tpu")
+    y = torch.exp(x)
+    torch.tpu.synchronize()
+    with config.using(memory_limit=5 * MB), pytest.raises(torch.OutOfMemoryError) as failure:
+        torch.sort(y).values.cpu()
+    text = str(failure.value)
+    assert "Tried: waited for launches to end, dropped caches, collected garbage" in text
+    assert "The largest of " in text and "live tensors:" in text
+    line = f"{__file__}:{test_out_of_memory_lists_what_is_alive_and_what_was_tried.__code__.co_firstlineno + 2}"
+    assert "2.10 MB  float32[1024, 512], " in text and f"s old, exp at {line}" in text
+    assert metrics.snapshot()["out_of_memory"] == 1
+    torch.testing.assert_close(y.cpu(), torch.exp(x.cpu()))  # nothing else is lost
+
+
+def test_live_tensors_have_shapes_ages_and_lines() -> None:
+    from torchtpu.runtime import _C
+
+    before = len(_C.live_tensors(0))
+    x = torch.randn(256, 256).to("tpu")
+    y = x * 2
+    torch.tpu.synchronize()
+    found = sorted(_C.live_tensors(0), key=lambda t: t["age"])
+    assert len(found) == before + 2
+    assert [(t["shape"], t["dtype"], t["nbytes"], t["op"]) for t in found[:2]] == [
+        ((256, 256), torch.float32, 1 << 18, "mul.Tensor"),
+        ((256, 256), torch.float32, 1 << 18, ""),
+    ]
+    assert all(t["line"].startswith(__file__) and t["age"] >= 0 for t in found[:2])
+    del y
+
+
+@pytest.fixture
+def small_caps() -> Any:
+    with config.using(max_trie_nodes=60, max_programs=8, max_fragments=32):
+        yield
+    torchtpu.runtime._C.forget_streams()
+
+
+def distinct_regions(count: int, record: Callable[[int], torch.Tensor]) -> None:
+    for i in range(count):
+        record(i).cpu()
+
+
+def test_a_thread_that_makes_many_regions_keeps_within_its_caps(small_caps: None) -> None:
+    x = torch.arange(64.0, device="tpu")
+    for i in range(40):
+        got = (x[: i + 1] + 1).mul(2).sub(1).neg().cpu()
+        torch.testing.assert_close(got, -((torch.arange(i + 1.0) + 1) * 2 - 1))
+        now = metrics.snapshot()
+        assert now["trie_nodes"] <= 60 + 8
+        assert now["trie_plans"] <= 2 * 8  # those in flight stay
+    assert metrics.snapshot()["streams_forgotten"] >= 30
+    assert len(startup.engine().compiler.digests()) <= 8
+    kept = startup.engine().fragments
+    assert len(kept._known) + len(kept._older) <= 32
+
+
+def test_what_is_used_stays_while_other_regions_come_and_go(small_caps: None) -> None:
+    x = torch.arange(64.0, device="tpu")
+
+    def often() -> torch.Tensor:
+        return (x * 3 + 1).tanh().cpu()
+
+    torch.tpu.synchronize()
+    want = often()
+    compiled = []
+    for i in range(12):
+        (x[: i + 1] + 1).mul(2).cpu()
+        before = metrics.snapshot()["trie_misses"]
+        assert torch.equal(often(), want)
+        compiled.append(metrics.snapshot()["trie_misses"] - before)
+    assert not any(compiled)
+
+
+def test_a_forgotten_region_is_learned_again(small_caps: None) -> None:
+    x = torch.arange(64.0, device="tpu")
+    first = (x[:5] + 1).mul(2).cpu()
+    for i in range(20, 40):
+        (x[:i] + 1).mul(2).cpu()
+    before = metrics.snapshot()["trie_misses"]
+    assert torch.equal((x[:5] + 1).mul(2).cpu(), first)
+    assert metrics.snapshot()["trie_misses"] > before
+
+
+def test_metrics_name_the_op_the_dimension_and_the_line_that_varied() -> None:
+    def step(rows: int) -> None:
+        torch.tanh(torch.ones(rows, 7).to("tpu")).cpu()
+
+    for rows in (11, 12, 13):
+        step(rows)
+    line = f"{__file__}:{step.__code__.co_firstlineno + 1}"
+    assert metrics.snapshot()["recompilations"] == {f"aten::tanh at {line}: dimension 0 of argument 'self'": 2}
+
+
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(20, id="short"), pytest.param(1800, id="long", marks=pytest.mark.full)]
+)
+def test_random_shapes_and_ops_leave_nothing_behind(tmp_path: Path, seconds: int) -> None:
+    caps = {"TORCHTPU_MAX_TRIE_NODES": "500", "TORCHTPU_MAX_PROGRAMS": "40", "TORCHTPU_MAX_FRAGMENTS": "200"}
+    made = child(tmp_path, "stream", seconds, 0, TORCHTPU_CACHE="off", **caps)
+    assert made["trie_nodes"] <= 600 and made["trie_plans"] <= 80
+    samples = made["samples"][len(made["samples"]) // 2 :]
+    if seconds > 60:  # by then every cache is full
+        assert max(samples) - samples[0] <= 64 * MB
