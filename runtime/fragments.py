@@ -61,7 +61,7 @@ class Fragments:
         """Whether an op goes through its lists in step, element by element."""
         try:
             return self._lowerings.entry(op.name, self.platform).maps
-        except NotImplementedError as error:
+        except Exception as error:
             raise explained(op, error) from error
 
     def describe(self, ops: Iterable[Op], watched: str) -> list[tuple[str, list[Parameter]]]:

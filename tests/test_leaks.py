@@ -69,12 +69,13 @@ def counting_step() -> Callable[[int], None]:
     return step
 
 
-@pytest.mark.parametrize(("make", "warm", "steps"), [(training_step, 100, 200), (counting_step, 2000, 4000)])
+@pytest.mark.parametrize(("make", "warm", "steps"), [(training_step, 50, 200), (counting_step, 1000, 4000)])
 def test_counters_stay_constant(make: Callable[[], Callable[[int], None]], warm: int, steps: int) -> None:
     step = make()
-    for i in range(warm):
-        step(i)
-    before = counters()
+    for _ in range(2):  # counting ends a region, and the first read after it stands at a place of its own
+        for i in range(warm):
+            step(i)
+        before = counters()
     for i in range(steps):
         step(i)
     assert counters() == before
