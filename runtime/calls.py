@@ -129,6 +129,15 @@ def results_of(op: Op) -> list[Result | Write]:
     return made + writes
 
 
+def written(op: Op, write: Write) -> Operand:
+    """The argument that a write goes into."""
+    argument = op.args[write.arg]
+    if write.element is not None:
+        argument = argument[write.element]
+    assert isinstance(argument, Operand)
+    return argument
+
+
 def bind(schema: torch.FunctionSchema, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments for a lowering: as the schema has them, without out= arguments."""
     positional, named = [], {}

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .calls import Parameter, results_of
+from .calls import Parameter, results_of, written
 from .fragments import Fragments
 from .lists import take_apart
-from .parts import Part, bases_of, operands, size_of, split, written
+from .parts import Part, bases_of, operands, size_of, split
 from .region import Lifted, Op, Operand, Program, Write
 from .repeats import Run, find_runs
 from .tracing import Fragment

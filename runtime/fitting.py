@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .calls import results_of
+from .calls import results_of, written
 from .counters import Counters
 from .fragments import Fragments
 from .memory import show_bytes
-from .parts import rewrite, size_of, split, written
+from .parts import rewrite, size_of, split
 from .recompute import live_bytes, recompute
 from .region import Operand, Program
 from .sequence import Sequence

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from . import views
-from .calls import Parameter, results_of
+from .calls import Parameter, results_of, written
 from .fragments import Fragments
 from .hlo import tensor_type
 from .lists import take_apart
@@ -82,7 +82,7 @@ class _Call:
         before: dict[int, int | None] = {}
         newest: dict[int | None, int] = {}  # values that this op has already written to
         for write in op.writes:
-            old = _written(op, write).value
+            old = written(op, write).value
             while old in newest:
                 old = newest[old]
             if old is not None:
@@ -123,15 +123,6 @@ def _view(target: Operand | Write) -> View:
 
 def _needs_old(write: Write) -> bool:
     return not write.replaces and not views.covers(write.base, _view(write))
-
-
-def _written(op: Op, write: Write) -> Operand:
-    """The argument that a write goes into."""
-    argument = op.args[write.arg]
-    if write.element is not None:
-        argument = argument[write.element]
-    assert isinstance(argument, Operand)
-    return argument
 
 
 class _Writer:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .calls import results_of
-from .region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from .region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,6 @@ def operands(op: Op) -> Iterator[Operand]:
         for item in argument if isinstance(argument, (tuple, list)) else (argument,):
             if isinstance(item, Operand):
                 yield item
-
-
-def written(op: Op, write: Write) -> Operand:
-    """The argument that a write goes into."""
-    argument = op.args[write.arg]
-    if write.element is not None:
-        argument = argument[write.element]
-    assert isinstance(argument, Operand)
-    return argument
 
 
 def rewrite(

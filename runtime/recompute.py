@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .calls import results_of
-from .parts import bases_of, operands, rewrite, size_of, written
+from .calls import results_of, written
+from .parts import bases_of, operands, rewrite, size_of
 from .region import Op, Program
 
 _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e10, 5e10  # what is cheap to make again: orders of magnitude, on any machine
