@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,12 @@ def test_jax_is_imported_by_the_runtime_and_the_op_registry_only() -> None:
             continue
         private = {m for m in imports_of(path) if is_within(m, "jaxlib", "jax._src")}
         assert not private, f"{name_of(path)} imports {sorted(private)}"
+
+
+def test_every_package_is_installed() -> None:
+    """An editable install has them all; a plain one has those that are listed."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == {module_of(path.parent) for path in PYTHON if path.name == "__init__.py"}
 
 
 def test_each_op_is_lowered_in_one_place() -> None:
