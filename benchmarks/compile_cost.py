@@ -1,20 +1,67 @@
-"""In: a small model, plain and under torch.compile. Out: what one step costs the host, per way of running it.
+"""In: training workloads, and a small model. Out: what they cost under torch.compile, beside jax and eager mode.
 
-Every tensor is tiny, so that the host is all there is.  All ways run in one process, in alternate rounds.
-
-    OMP_NUM_THREADS=1 python benchmarks/compile_cost.py
+python benchmarks/compile_cost.py                   # w2 w3 w4, 3 repeats: warm step and first step
+python benchmarks/compile_cost.py w3 --repeats 1
+OMP_NUM_THREADS=1 python benchmarks/compile_cost.py host    # tiny tensors: the host is all there is
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
+import data
+import first_step
 import peers
+import steady_state
 import torch
 from torch import nn
+
+WORKLOADS = ("w2", "w3", "w4")
+# CPU time of a warm step: at most this many times that of a peer.
+LIMITS = {"w2": {"jax": 1.05}, "w3": {"jax": 1.05}, "w4": {"cpu": 1.3}}
+FIRST_LIMIT = 1.3  # of jax's first call
+
+# ---- training steps
+
+
+def measure(backend: str, workload: str) -> dict[str, Any]:
+    """One process: the first steps, then warm ones. Libraries are imported before, those of torch.compile too."""
+    if backend == "compiled":
+        torch.compile(lambda: None)  # imports dynamo
+    return first_step.measure(backend, workload) | steady_state.measure(backend, workload)
+
+
+def train(workloads: list[str], repeats: int) -> None:
+    heads = ["step / jax", "step / torch cpu", "step / tpu eager", "launches a step", "first step / jax"]
+    rows = [["workload, CPU time", *heads, "main thread ms", "loss error"]]
+    for workload in workloads:
+        found = peers.run_interleaved(__file__, workload, ("compiled", "tpu", "cpu", "jax"), repeats)
+        made, jax = found["compiled"], found["jax"]
+        limits = LIMITS[workload]
+        error = max(abs(t / j - 1) for t, j in zip(made["losses"], jax["losses"], strict=True))
+        rows.append(
+            [
+                f"{workload} ({data.WORKLOADS[workload]})",
+                peers.verdict(made["step_ms"] / jax["step_ms"], limits.get("jax")),
+                peers.verdict(made["step_ms"] / found["cpu"]["step_ms"], limits.get("cpu")),
+                peers.verdict(made["step_ms"] / found["tpu"]["step_ms"], None),
+                peers.verdict(made["launches"], 1),
+                peers.verdict(made["first_cpu_s"] / jax["first_cpu_s"], FIRST_LIMIT),
+                f"{made['main_thread_ms']:.2f}",
+                f"{error:.1e}",
+            ]
+        )
+        print(json.dumps({workload: found}), file=sys.stderr)
+    print(peers.table(rows))
+
+
+# ---- the host alone
 
 WAYS = ("tpu eager", "tpu compiled", "cpu eager", "cpu compiled")
 CALLS = 50
@@ -27,7 +74,7 @@ def block(device: str) -> nn.Module:
     ).to(device)
 
 
-def infer(way: str) -> Callable[[], object]:
+def inference(way: str) -> Callable[[], object]:
     device, _, form = way.partition(" ")
     model = block(device).eval()
     run = torch.compile(model) if form == "compiled" else model
@@ -40,7 +87,7 @@ def infer(way: str) -> Callable[[], object]:
     return call
 
 
-def train(way: str) -> Callable[[], object]:
+def training_step(way: str) -> Callable[[], object]:
     device, _, form = way.partition(" ")
     model = block(device)
     run = torch.compile(model) if form == "compiled" else model
@@ -57,8 +104,8 @@ def train(way: str) -> Callable[[], object]:
     return call
 
 
-def measure(make: Callable[[str], Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Way -> median CPU seconds of the calling thread per call."""
+def seconds_by_way(make: Callable[[str], Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Way -> median CPU seconds of the calling thread per call; all ways in this process, in alternate rounds."""
     torch._dynamo.reset()
     calls = {way: make(way) for way in WAYS}
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -74,16 +121,29 @@ def measure(make: Callable[[str], Callable[[], object]], rounds: int) -> dict[st
     return {way: statistics.median(seconds) for way, seconds in taken.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    a = parser.parse_args()
+def host(rounds: int) -> None:
     torch.set_num_threads(1)
     rows = [["us a call of 4 encoder layers", *WAYS]]
-    for name, make in (("inference", infer), ("training step", train)):
-        found = measure(make, a.rounds)
-        rows.append([name, *(f"{found[way] * 1e6:.0f}" for way in WAYS)])
+    for make in (inference, training_step):
+        found = seconds_by_way(make, rounds)
+        rows.append([make.__name__.replace("_", " "), *(f"{found[way] * 1e6:.0f}" for way in WAYS)])
     print(peers.table(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=[], help="w2, w3, w4, or host")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=15, help="of host")
+    parser.add_argument("--worker", choices=(*peers.BACKENDS, "compiled"), help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    workloads = a.workloads or list(WORKLOADS)
+    if a.worker:
+        print(json.dumps(measure(a.worker, workloads[0])))
+    elif workloads == ["host"]:
+        host(a.rounds)
+    else:
+        train(workloads, a.repeats)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""In: a workload and a backend (tpu, cpu or jax). Out: what one process of that backend measured, as a dict.
+"""In: a workload and a backend (tpu, compiled, cpu or jax). Out: what one process of that backend measured, as a dict.
 
 The backends run one process each, in turn, so that a busy machine disturbs all of them alike.  CPU time is what counts:
 `process_time` of all threads together, one thread of computation each.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 BACKENDS = ("tpu", "cpu", "jax")
+ON_TPU = ("tpu", "compiled")  # "compiled": tpu with the model and the loss under torch.compile
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NPROC": "1"}
 
 
@@ -28,7 +29,7 @@ def run_interleaved(script: str, workload: str, backends: tuple[str, ...], repea
         for backend in backends:
             # No cache of compiled programs from an earlier run: jax has none by default either.
             environment = {**os.environ, **ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
-            environment |= {"TORCHTPU_CACHE": "off", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if backend == "tpu" else "0"}
+            environment |= {"TORCHTPU_CACHE": "off", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if backend in ON_TPU else "0"}
             command = [sys.executable, script, "--worker", backend, workload]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -52,11 +53,13 @@ def build_step(backend: str, workload: str) -> tuple[Callable[[int], Any], Calla
     import torch_steps
 
     torch_steps.torch.set_num_threads(1)
+    if backend == "compiled":
+        return torch_steps.build(workload, "tpu", is_compiled=True), lambda loss: loss.item()
     return torch_steps.build(workload, backend), lambda loss: loss.item()
 
 
 def programs_compiled(backend: str) -> int:
-    if backend != "tpu":
+    if backend not in ON_TPU:
         return 0
     from torchtpu import metrics
 

@@ -127,7 +127,7 @@ def build_decode(device: str) -> Callable[[int], Tensor]:
     return step
 
 
-def build(workload: str, device: str) -> Callable[[int], Tensor]:
+def build(workload: str, device: str, *, is_compiled: bool = False) -> Callable[[int], Tensor]:
     """step(i) trains once and returns the loss, unread."""
     model = make_model(workload, device)
     x, y = (torch.from_numpy(array).to(device) for array in data.batch(workload))
@@ -137,6 +137,8 @@ def build(workload: str, device: str) -> Callable[[int], Tensor]:
         scores = model(x)
         return F.cross_entropy(scores.view(-1, scores.shape[-1]), y.view(-1))
 
+    if is_compiled:
+        loss_of = torch.compile(loss_of)
     if workload == "w8":
 
         def step(i: int) -> Tensor:
