@@ -134,6 +134,13 @@ def test_stock_training_on_several_ranks_is_that_of_one_process(ranks: int, tmp_
     assert alone.returncode == 0, alone.stderr
 
 
+def test_compiled_training_on_two_ranks_is_that_of_one_process() -> None:
+    """FSDP2, DDP and tensor parallel under torch.compile; a compiled FSDP2 step has its collectives in its program."""
+    ended = torchrun("distributed_compiled.py")
+    assert ended.status == 0, ended.err
+    assert ended.out.count("is equal") == 2 * 5
+
+
 def test_a_killed_rank_ends_the_others_with_an_error_that_names_it() -> None:
     code = """
     if rank == 1:

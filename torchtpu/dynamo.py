@@ -66,7 +66,7 @@ def backend(
 
 
 def _register() -> None:
-    from torch._dynamo import allow_in_graph, device_interface, register_backend
+    from torch._dynamo import allow_in_graph, device_interface, register_backend, trace_rules
 
     from torchtpu import kernels, startup
 
@@ -76,6 +76,7 @@ def _register() -> None:
     device_interface.register_interface_for_device("tpu", _interface())
     hook: Any = startup._mark_step
     hook._torchdynamo_disable = True
+    trace_rules.add("torchtpu.distributed")  # c10d calls it from C++ in the middle of a frame that dynamo traces
     allow: Any = allow_in_graph
     for kernel in kernels.callables():
         allow(kernel)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx import GraphModule, Node
 
 from torchtpu import buckets
@@ -85,7 +86,7 @@ class _Builder:
             elif node.op == "output":
                 outputs = node.args[0]
                 assert isinstance(outputs, (list, tuple))
-                replay.set_outputs([self._slots[o] if isinstance(o, Node) else _none(o) for o in outputs])
+                replay.set_outputs([self._output(o) for o in outputs])
         run: Boxed = replay.run
 
         def run_sized(inputs: list[Any]) -> Any:
@@ -93,7 +94,26 @@ class _Builder:
                 inputs += numbers(inputs)
             return run(inputs)
 
-        return run_sized
+        return self._around_objects(run_sized)
+
+    def _around_objects(self, run: Boxed) -> Boxed:
+        """Hands on what is no tensor and no number, such as a DeviceMesh that the backward half gets."""
+        passed = [i for i, node in enumerate(self._given) if _is_object(node)]
+        if not passed:
+            return run
+        places = {self._given[i]: i for i in passed}
+        returned = [(k, places[o]) for k, o in enumerate(self._nodes[-1].args[0]) if o in places]
+
+        def run_tensors(inputs: list[Any]) -> Any:
+            objects = {i: inputs[i] for i in passed}
+            for i in passed:
+                inputs[i] = None
+            outputs = list(run(inputs))
+            for k, i in returned:
+                outputs[k] = objects[i]
+            return tuple(outputs)
+
+        return run_tensors
 
     def _add_constant(self, replay: Any, node: Node) -> None:
         value: Any = self._graph
@@ -132,9 +152,17 @@ class _Builder:
         name, overload = target._schema.name, target._schema.overload_name
         replay.add_op(name, overload, arguments, results, dying, _line(node))
 
+    def _output(self, value: Any) -> int:
+        """The slot of an output; -1 for none, and for what is handed on."""
+        if isinstance(value, Node):
+            return -1 if _is_object(value) else self._slots[value]
+        if value is not None:
+            raise _Unreplayable
+        return -1
+
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Node):
-            if value not in self._slots:
+            if value not in self._slots or _is_object(value):
                 raise _Unreplayable
             return _C.Slot(self._slots[value])
         if isinstance(value, (list, tuple)):
@@ -159,10 +187,8 @@ class _Builder:
         return self._count - 1
 
 
-def _none(output: object) -> int:
-    if output is not None:
-        raise _Unreplayable
-    return -1
+def _is_object(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), FakeScriptObject)
 
 
 def _is_number(node: Node) -> bool:
