@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from .calls import Parameter, results_of, written
 from .fragments import Fragments
-from .lists import take_apart
 from .parts import Part, bases_of, operands, size_of, split
 from .region import Lifted, Op, Operand, Program, Write
 from .repeats import Run, find_runs
@@ -62,30 +61,53 @@ class Clusters(NamedTuple):
     hot: int
 
 
-def find_clusters(program: Program, fragments: Fragments) -> Clusters | None:
-    """The clusters of a program; None where it is better compiled whole."""
+class Places(NamedTuple):
+    """Where a program's clusters lie, in numbers alone.
+
+    `kept` are the ops that are needed, of the program's with its lists taken apart; `unread` are the values that one of
+    these takes for their shape only, by its place among them; `runs` is where the parts of each run begin.
+    """
+
+    kept: Sequence[int]
+    unread: Mapping[int, Sequence[int]]
+    runs: Sequence[range]
+    hot: int
+
+
+def search(program: Program, ops: Sequence[Op], fragments: Fragments) -> Places | None:
+    """Looks for the clusters of a program with these `ops`, its lists taken apart; None where it is better compiled
+    whole."""
     costs = COSTS.get(fragments.platform)
-    if costs is None:
+    if costs is None or len(ops) < 2 * _SHORTEST:
         return None
-    ops, found = _needed(program, fragments)
-    finder = _Finder(replace(program, ops=tuple(ops)), found)
-    parts = finder.parts(costs)
-    return Clusters(parts, max(_HOT, round(finder.compile_ms(costs) / _MS_A_LAUNCH))) if parts else None
+    kept, unread, found = _needed(program, ops, fragments)
+    finder = _Finder(replace(program, ops=_reading(ops, kept, unread)), found)
+    runs = finder.runs(costs)
+    return Places(kept, unread, runs, max(_HOT, round(finder.compile_ms(costs) / _MS_A_LAUNCH))) if runs else None
 
 
-def _needed(program: Program, fragments: Fragments) -> tuple[list[Op], list[Fragment]]:
-    """The ops whose results or checks are needed, their lists taken apart, without arguments that they do not read."""
-    ops = take_apart(program.ops, fragments.maps)
+def cut_out(program: Program, ops: Sequence[Op], places: Places) -> Clusters:
+    """The clusters that `search` found."""
+    return Clusters(_parts(replace(program, ops=_reading(ops, places.kept, places.unread)), places.runs), places.hot)
+
+
+def _needed(
+    program: Program, ops: Sequence[Op], fragments: Fragments
+) -> tuple[list[int], dict[int, list[int]], list[Fragment]]:
+    """The places of the ops whose results or checks are needed, what of theirs is not read, and their fragments."""
     needed: set[int | None] = set(program.outputs)
-    kept: list[tuple[Op, Fragment]] = []
-    for op, (fragment, parameters) in zip(reversed(ops), reversed(fragments.find(ops)), strict=True):
+    found: list[tuple[int, list[int], Fragment]] = []
+    for place, (fragment, parameters) in reversed(list(enumerate(fragments.find(ops)))):
+        op = ops[place]
         if not fragment.checks and needed.isdisjoint([r.value for r in results_of(op)]):
             continue
         read = _values(op, fragment, parameters)
         needed |= read
-        kept.append((_reading(op, read), fragment))
-    kept.reverse()
-    return [op for op, _ in kept], [fragment for _, fragment in kept]
+        taken = {o.value for o in operands(op) if o.value is not None}
+        found.append((place, sorted(taken - read), fragment))
+    found.reverse()
+    unread = {i: values for i, (_, values, _) in enumerate(found) if values}
+    return [place for place, _, _ in found], unread, [fragment for _, _, fragment in found]
 
 
 def _values(op: Op, fragment: Fragment, parameters: Sequence[Parameter]) -> set[int | None]:
@@ -95,15 +117,19 @@ def _values(op: Op, fragment: Fragment, parameters: Sequence[Parameter]) -> set[
     return {p.value for p in (*used, *forwarded) if isinstance(p, Operand)} | {written(op, w).value for w in op.writes}
 
 
-def _reading(op: Op, values: set[int | None]) -> Op:
-    """The op without the values of tensors of which it takes the shape only."""
+def _reading(ops: Sequence[Op], kept: Sequence[int], unread: Mapping[int, Sequence[int]]) -> tuple[Op, ...]:
+    """The ops that are needed, without the values of tensors of which they take the shape only."""
 
-    def argument(given: Any) -> Any:
+    def argument(given: Any, values: Sequence[int]) -> Any:
         if isinstance(given, tuple):
-            return tuple(map(argument, given))
-        return replace(given, value=None) if isinstance(given, Operand) and given.value not in values else given
+            return tuple(argument(item, values) for item in given)
+        return replace(given, value=None) if isinstance(given, Operand) and given.value in values else given
 
-    return replace(op, args=tuple(map(argument, op.args)))
+    def op(place: int, values: Sequence[int] | None) -> Op:
+        found = ops[place]
+        return replace(found, args=tuple(argument(a, values) for a in found.args)) if values else found
+
+    return tuple(op(place, unread.get(i)) for i, place in enumerate(kept))
 
 
 class _Finder:
@@ -126,10 +152,10 @@ class _Finder:
         """The estimated time that the whole program compiles."""
         return costs.compile_ms(sum(self._lines))
 
-    def parts(self, costs: Costs) -> list[Part]:
-        """The program's parts."""
+    def runs(self, costs: Costs) -> list[range]:
+        """Where the clusters of each run begin."""
         total = sum(self._lines)
-        ranges: list[range] = []  # where the clusters of a run begin
+        ranges: list[range] = []
         for run in find_runs(self._kinds, _SHORTEST):
             merged = self._merged(run, costs.least_lines)
             saved = sum(self._lines[merged.start : merged.start + max(0, merged.repeated)])
@@ -138,20 +164,7 @@ class _Finder:
             first = self._first(merged)
             if self._carried(first, merged.period) <= costs.most_carried * self._stored(first, merged.period):
                 ranges.append(range(first, merged.start + merged.length - merged.period + 1, merged.period))
-        if not ranges:
-            return []
-        ends = {end for found in ranges for start in found for end in (start, start + found.step)}
-        ends -= {0, len(self._program.ops)}
-        parts = split(self._program, sorted(ends))
-        numbers = {start: number for number, start in enumerate([0, *sorted(ends)])}
-        for found in ranges:
-            place = slice(numbers[found.start], numbers[found.start] + len(found))
-            made = [
-                [r.value for op in self._program.ops[start : start + found.step] for r in results_of(op)]
-                for start in found
-            ]
-            parts[place] = _alike(parts[place], made)
-        return parts
+        return ranges
 
     def _merged(self, run: Run, least_lines: int) -> Run:
         """The run with several periods taken as one where one alone is small."""
@@ -193,6 +206,19 @@ def _geometry(op: Op) -> tuple[Any, ...]:
     taken = [(o.value is None, o.strides, o.base, type(o.offset)) for o in operands(op)]
     made = [(r.strides, r.base, isinstance(r, Write) and (r.arg, r.replaces, type(r.offset))) for r in results_of(op)]
     return *taken, *made, op.precision
+
+
+def _parts(program: Program, runs: Sequence[range]) -> list[Part]:
+    """The program in parts: those of the runs, and what lies between."""
+    ends = {end for found in runs for start in found for end in (start, start + found.step)}
+    ends -= {0, len(program.ops)}
+    parts = split(program, sorted(ends))
+    numbers = {start: number for number, start in enumerate([0, *sorted(ends)])}
+    for found in runs:
+        place = slice(numbers[found.start], numbers[found.start] + len(found))
+        made = [[r.value for op in program.ops[at : at + found.step] for r in results_of(op)] for at in found]
+        parts[place] = _alike(parts[place], made)
+    return parts
 
 
 def _alike(parts: Sequence[Part], made: Sequence[Sequence[int]]) -> list[Part]:

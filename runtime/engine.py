@@ -1,6 +1,6 @@
 """The engine: in come the recorder's callbacks, out go compiled plans, launched regions, uploads and downloads.
 
-Made at the first region or upload; imports jax, makes the client and owns the compile threads.
+Made at the first region or upload; imports jaxlib, makes the client and owns the compile threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torchtpu.compiler_cache import Note, NullStore, Store
 from . import log
 from .alike import IsStructural
 from .calls import Entry, Lowerings, full_name, results_of
-from .clusters import find_clusters
 from .compiler import Compiler, Loaded, NotCompiledError
 from .counters import Counters
 from .executor import About, Executable, Executor
@@ -32,7 +31,7 @@ from .joint import Collectives
 from .joints import Joints
 from .ladder import Ladder
 from .manifest import Journal, Outcome, Recorded
-from .memory import Memory, show_bytes
+from .memory import Memory, nbytes_of, show_bytes
 from .observe import Observer
 from .pjrt import Client
 from .plans import Plan, Plans
@@ -130,7 +129,7 @@ class Engine:
             if joint is not None:
                 plan.ready(joint)
                 return
-            clusters = find_clusters(program, self.fragments) if self._knob("clusters") else None
+            clusters = self.plans.clusters(program) if self._knob("clusters") else None
             if clusters and self._journal is not None:
                 self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
             programs = [part.program for part in clusters.parts] if clusters else [program]
@@ -246,7 +245,7 @@ class Engine:
     def download(self, array: Any) -> torch.Tensor:
         """A contiguous CPU tensor of the array's contents; waits for them. It may share the array's memory."""
         self.counters.downloads += 1
-        self.counters.bytes_downloaded += array.nbytes
+        self.counters.bytes_downloaded += nbytes_of(array)
         return self.client.download(array)
 
     def resolve(self, guard: Guard) -> None:

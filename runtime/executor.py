@@ -19,7 +19,7 @@ from .host_calls import HostCall
 from .joint import Joint
 from .ladder import Ladder
 from .log import write
-from .memory import Flight, Memory, show_bytes
+from .memory import Flight, Memory, nbytes_of, show_bytes
 from .observe import Called, Launched, Observer
 from .sequence import Sequence as Parts
 from .views import fits
@@ -95,7 +95,7 @@ class Executable:
 
     def hidden_bytes(self, arguments: Sequence[Any]) -> int:
         """What a launch takes beside arguments and outputs: temporaries, and donated memory that no output reuses."""
-        donated = sum(argument.nbytes for argument in arguments if argument.is_deleted())
+        donated = sum(nbytes_of(argument) for argument in arguments if argument.is_deleted())
         return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -55,10 +56,13 @@ def _used_by(name: str) -> set[str]:
 
 
 def _hash(descriptions: Iterable[str]) -> str:
-    import jax
-
-    versions = {"bytecode": importlib.util.MAGIC_NUMBER.hex(), "torch": torch.__version__, "jax": jax.__version__}
+    versions = {"bytecode": importlib.util.MAGIC_NUMBER.hex(), "torch": torch.__version__, "jax": _jax_version()}
     return fingerprint((text.encode("utf-8", "surrogatepass") for text in descriptions), versions)
+
+
+@functools.cache
+def _jax_version() -> str:
+    return importlib.metadata.version("jax")  # jax itself takes long to import
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -126,7 +127,7 @@ class Memory:
     def room_for(self, device: int, arguments: Iterable[Any]) -> int:
         """The bytes that a program may take, its arguments included: in eighths of the limit, so that texts recur."""
         self.wait_until_idle(device)
-        own = {id(a): a.nbytes for a in arguments if a is not None}
+        own = {id(a): nbytes_of(a) for a in arguments if a is not None}
         limit = self.limit(device)
         free = limit - (self.used(device) - sum(own.values()))
         return max(0, free * _EIGHTHS // limit) * limit // _EIGHTHS
@@ -166,6 +167,11 @@ class Memory:
     def _land(self, flights: deque[Flight]) -> None:
         with contextlib.suppress(RuntimeError):  # who reads the launch's outputs raises it
             self._client.wait_for_launch(flights.popleft().token)
+
+
+def nbytes_of(array: Any) -> int:
+    """The bytes of an array's elements, of a deleted one's too."""
+    return int(math.prod(array.aval.shape) * array.aval.dtype.itemsize)
 
 
 def show_bytes(nbytes: float) -> str:

@@ -1,7 +1,8 @@
 """The client: in come program texts, tensors and arrays, out go executables and arrays.
 
 The only file that touches jaxlib. On the CPU platform the client is our own: no JAX backend starts, no TPU is probed
-for, and the user's JAX stays as it is.
+for, and the user's JAX stays as it is. There jax itself is imported when something is traced, which takes ten times as
+long as to load a cached program; launching needs jaxlib alone.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import jax
-import jax.extend
 import jaxlib
 import numpy as np
 import torch
-from jax.core import ShapedArray
-from jax.sharding import SingleDeviceSharding
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as jax does: else jaxlib lists the devices on stderr
+
 from jaxlib import _jax, xla_client
 
 from torchtpu.compiler_cache import Key, Target, compiler_line, host_cpu_features, program_key
 
 from .chips import topology_of
 from .fleet import Board, Fleet, Homes
+from .memory import nbytes_of
 
 Aval = tuple[tuple[int, ...], torch.dtype]
 
@@ -54,11 +55,15 @@ class Client:
         elif platform == "cpu":
             self._client = xla_client.make_cpu_client(asynchronous=True, num_devices=num_devices)
         else:
+            import jax.extend
+
             self._client = jax.extend.backend.get_backend(platform)
         found = list(self._client.local_devices())
         # A rank that has one chip of several may call it by any index.
         self.devices: list[Any] = [found[i % len(found)] for i in range(max(num_devices, len(found)))]
-        self._shardings = [SingleDeviceSharding(d) for d in self.devices]
+        self._shardings = [
+            _jax.GSPMDSharding(xla_client.DeviceList((d,)), xla_client.HloSharding.replicate()) for d in self.devices
+        ]
         self._excess_precision = excess_precision
         self._options = [compile_options((d.id,), excess_precision) for d in self.devices]
 
@@ -101,12 +106,13 @@ class Client:
 
     def live_arrays(self, device: int) -> list[Any]:
         """The arrays on a device, pending ones included (about half a microsecond per array)."""
-        home = self.devices[device]
-        return [a for a in self._client.live_arrays() if not a.is_deleted() and a.device == home]
+        home = self._device_list(device)
+        found = (a for a in self._client.live_arrays() if not a.is_deleted())
+        return [a for a in found if a._sharding._internal_device_list == home]
 
     def live_bytes(self, device: int) -> int:
         """The bytes of these."""
-        return sum(a.nbytes for a in self.live_arrays(device))
+        return sum(map(nbytes_of, self.live_arrays(device)))
 
     def keep_no_memory(self) -> None:
         """From now on freed arrays go back to the system at once: on the CPU platform malloc would keep them."""
@@ -188,13 +194,10 @@ class Client:
         """
         # A transposed tensor would import with a transposed layout, and a launch checks only the size in bytes.
         assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous CPU tensors are uploaded"
-        tensor = tensor.detach()
-        if self.platform == "cpu":
-            capsule = torch._C._to_dlpack(tensor)
-            return _jax.dlpack_managed_tensor_to_buffer(capsule, self.devices[device], None)
         aval = _aval(tuple(tensor.shape), tensor.dtype)
-        with jax.enable_x64(True):  # or 64-bit types would lose half their bits
-            return _jax.batched_device_put(aval, self._shardings[device], [_numpy(tensor)], [self.devices[device]])
+        data, home = _numpy(tensor.detach()), self.devices[device]
+        # Without enable_x64, 64-bit types would lose half their bits.
+        return _jax.batched_device_put(aval, self._shardings[device], [data], [home], enable_x64=True)
 
     def download(self, array: Any) -> torch.Tensor:
         """A contiguous CPU tensor of the array's contents (on the CPU platform of its memory); waits for it."""
@@ -220,13 +223,15 @@ class Client:
 
     def aval(self, array: Any) -> Aval:
         """Shape and dtype of an array."""
-        return tuple(array.shape), _torch_dtype(array.dtype)
+        return tuple(array.aval.shape), _torch_dtype(array.aval.dtype)
 
     # trace
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Within it this thread's JAX traces with 64-bit types on, in full precision, and else with JAX's defaults."""
+        import jax
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.enable_x64(True))
             # Without a default device of our own, tracing would start the user's JAX backends.
@@ -341,8 +346,17 @@ def _make_fleet_client(fleet: Fleet) -> tuple[_Coordinator, Any]:
     return coordinator, client
 
 
-def _aval(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return ShapedArray(shape, np.dtype(str(dtype).removeprefix("torch.")))
+class _Aval(NamedTuple):
+    """What jaxlib asks of an array's type; jax's own class would bring jax."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    weak_type: bool = False
+
+
+@functools.lru_cache(maxsize=4096)
+def _aval(shape: tuple[int, ...], dtype: torch.dtype) -> _Aval:
+    return _Aval(shape, np.dtype(str(dtype).removeprefix("torch.")))
 
 
 def _torch_dtype(dtype: Any) -> torch.dtype:

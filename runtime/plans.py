@@ -1,8 +1,9 @@
 """Plans: in comes a recorded program, out go its key and what its launches must know, from the store or by lowering it.
 
-With a plan from the store nothing is traced and no text is written, unless the program itself has to be compiled. The
-plan's key holds the op stream, the platform, and fingerprints of the lowerings that the ops use and of what writes the
-text; the plan holds the digest of the text, which the program's own key is made of.
+With a plan from the store nothing is traced and no text is written, unless the program itself has to be compiled; nor
+is a program searched for clusters whose places are in the store. The keys hold the op stream, the platform, and
+fingerprints of the lowerings that the ops use and of what writes the text or searches; a plan holds the digest of the
+text, which the program's own key is made of.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from torchtpu.compiler_cache import Key, Note, Store, program_digest
 
 from . import fingerprint
 from .calls import results_of
+from .clusters import Clusters, Places, cut_out, search
 from .counters import Counters
 from .fleet import Homes
 from .fragments import Fragments
+from .lists import take_apart
 from .lower import Aval, Check, Module, lower
 from .pjrt import calls_lapack, key_of
 from .region import Base, Lifted, Program
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from .pjrt import Compiles
 
 _EMISSION = (lower.__module__, key_of.__module__)
+_SEARCH = (search.__module__,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Plans:
     def find(self, program: Program, *, is_flat: bool, homes: Homes = ()) -> Plan:
         """The program's plan (`is_flat` as `lower` has it), for all who launch it; raises what `lower` raises."""
         started = time.perf_counter()
-        key = self._key(program, is_flat=is_flat) if self._store.keeps and self._is_usual() else None
+        key = self._key("plan", program, _EMISSION, is_flat=is_flat)
         stored = None if key is None else self._store.get(key)
         if stored is not None:
             self._counters.plan_hits_disk += 1
@@ -84,12 +88,27 @@ class Plans:
             homes,
         )
 
+    def clusters(self, program: Program) -> Clusters | None:
+        """The clusters of a program; None where it is better compiled whole."""
+        ops = take_apart(program.ops, self._fragments.maps)
+        key = self._key("clusters", program, _SEARCH)
+        stored = None if key is None else self._store.get(key)
+        if stored is None:
+            places = search(program, ops, self._fragments)
+            if key is not None and self._is_usual():
+                self._store.put(key, _encode_places(places), {"line": program.line, "ops": len(program.ops)})
+        else:
+            places = _decode_places(stored)
+        return cut_out(program, ops, places) if places else None
+
     def _is_usual(self) -> bool:
         """Whether programs check no more than their ops do: what is only to find a NaN is not kept."""
         return self._fragments.watch() == "off"
 
-    def _key(self, program: Program, *, is_flat: bool) -> Key | None:
-        """None where a lowering may not be kept on disk."""
+    def _key(self, kind: str, program: Program, modules: tuple[str, ...], *, is_flat: bool = False) -> Key | None:
+        """The key of what `modules` make of the program; None where nothing, or a lowering, is not kept on disk."""
+        if not self._store.keeps or not self._is_usual():
+            return None
         lowerings = self._fragments.sources(program.ops)
         if lowerings is None:
             return None
@@ -98,9 +117,9 @@ class Plans:
             "stream": _stream(program, described, is_flat=is_flat),
             "platform": self._fragments.platform,
             "lowerings": lowerings,
-            "emission": fingerprint.of_modules(*_EMISSION),
+            "emission": fingerprint.of_modules(*modules),
         }
-        return Key.of("plan", parts)
+        return Key.of(kind, parts)
 
     def _decode(self, data: bytes, program: Program, homes: Homes, *, is_flat: bool) -> Plan:
         fields = json.loads(data)
@@ -168,6 +187,23 @@ def _encode(module: Module, digest: str, *, has_lapack: bool) -> bytes:
         "offsets": [(index, sorted(digits)) for index, digits in sorted(module.offsets.items())],
     }
     return json.dumps(fields, separators=(",", ":")).encode("ascii")
+
+
+def _encode_places(places: Places | None) -> bytes:
+    fields = places and {
+        "kept": places.kept,
+        "unread": sorted(places.unread.items()),
+        "runs": [(run.start, run.stop, run.step) for run in places.runs],
+        "hot": places.hot,
+    }
+    return json.dumps(fields, separators=(",", ":")).encode("ascii")
+
+
+def _decode_places(data: bytes) -> Places | None:
+    fields = json.loads(data)
+    if fields is None:
+        return None
+    return Places(fields["kept"], dict(fields["unread"]), [range(*run) for run in fields["runs"]], fields["hot"])
 
 
 def _check(program: Program, message: str, module: str, name: str, place: int, sources: str) -> Check:

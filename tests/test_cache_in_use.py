@@ -58,6 +58,7 @@ def damaged(whole: bytes, *, flips: int, cuts: int) -> Iterator[bytes]:
         yield whole[: chance.randrange(len(whole))]
 
 
+@pytest.mark.timeout(3600)  # with --full it compiles 600 times
 @pytest.mark.parametrize("kind", ["program", "plan"])
 def test_what_is_damaged_is_built_again_with_one_line(
     home: Path, lines: list[str], run: Callable[[], Counters], request: pytest.FixtureRequest, kind: str

@@ -14,7 +14,7 @@ from test_engine import TABLE, Plan, Work, make_engine
 
 import torchtpu
 from torchtpu.runtime import clusters
-from torchtpu.runtime.clusters import COSTS, find_clusters
+from torchtpu.runtime.clusters import COSTS
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.parts import Part
 from torchtpu.runtime.region import Program
@@ -46,7 +46,7 @@ def layers(record: Record, count: int) -> torch.Tensor:
 
 
 def parts_of(engine: Engine, program: Program) -> list[Part]:
-    found = find_clusters(program, engine.fragments)
+    found = engine.plans.clusters(program)
     assert found is not None
     return found.parts
 
@@ -153,7 +153,7 @@ def test_long_chains_of_elementwise_ops_stay_whole(engine: Engine) -> None:
         x = record.input(torch.randn(4096))
         for _ in range(40):
             x = torch.relu(x) * 0.5
-    assert find_clusters(record.program(x), engine.fragments) is None
+    assert engine.plans.clusters(record.program(x)) is None
 
 
 def test_lists_are_taken_apart_where_their_elements_are_apart(engine: Engine) -> None:

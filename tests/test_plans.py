@@ -14,15 +14,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 import test_engine
 import torch
 from record_support import Record
+from script import run_script
 
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.ops.registry import Context, Lowering
-from torchtpu.runtime import fingerprint, plans
+from torchtpu.runtime import clusters, fingerprint, plans
 from torchtpu.runtime.engine import Engine
+from torchtpu.runtime.parts import operands
 from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
 
 
@@ -132,6 +135,52 @@ def test_a_random_draw_counts_by_the_numbers_that_it_takes() -> None:
     assert len({plans._stream(p, fragments.describe(p.ops, "off"), is_flat=False) for p in found}) == 3
 
 
+def repeating() -> Program:
+    """Layers, of which the first results of one are not needed, and one takes another tensor's shape alone."""
+    with Record() as record:
+        x, shape = record.input(torch.randn(4, 8)), record.input(torch.randn(4, 8))
+        target, one = record.input(torch.zeros(4, dtype=torch.int64)), record.input(torch.tensor(1.0))
+        for _ in range(4):
+            w = record.input(torch.randn(8, 8))
+            slope = torch.ops.aten.nll_loss_backward(one, shape, target, None, 1, -100, one)
+            x = torch.relu(torch.mm(x, w) + slope) * 0.5
+            x * 2.0
+        torch._foreach_add_([x, shape], [shape, x], alpha=2)
+    return record.program(x, shape)
+
+
+def slope(grad_output: Any, self: Any, *_: Any) -> Any:
+    return jnp.zeros(self.shape, self.dtype)
+
+
+def test_clusters_from_the_store_are_those_that_were_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = clusters.COSTS["cpu"]._replace(least_lines=1, least_saving_ms=0.0)
+    monkeypatch.setattr(clusters, "COSTS", {"cpu": small})
+    monkeypatch.setattr(clusters, "_SHORTEST", 4)
+    program = repeating()
+    engine, again = (engine_with(DirectoryStore(tmp_path), nll_loss_backward=slope) for _ in range(2))
+    made = engine.plans.clusters(program)
+    assert made is not None
+    monkeypatch.setattr(plans, "search", lambda *_: pytest.fail("it was searched again"))
+    found = again.plans.clusters(program)
+    assert found == made
+    assert any(operand.value is None for part in found.parts for op in part.program.ops for operand in operands(op))
+    assert [id(part.program) for part in found.parts].count(id(found.parts[1].program)) > 1
+    assert (again.counters.fragment_traces, again.counters.fragment_hits_disk) == (0, 0)
+    engine.close()
+    again.close()
+
+
+def test_that_a_program_has_no_clusters_is_kept(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.plans.clusters(recorded()) is None
+    again = test_engine.make_engine(store=DirectoryStore(tmp_path))
+    monkeypatch.setattr(plans, "search", lambda *_: pytest.fail("it was searched again"))
+    assert again.plans.clusters(recorded()) is None
+    again.close()
+
+
 def test_an_error_of_a_check_names_the_line_of_this_run(engine: Engine) -> None:
     program = recorded()
     engine.plans.find(program, is_flat=False)
@@ -175,6 +224,30 @@ def test_a_patched_lowering_counts_at_once_and_for_its_programs_alone(tmp_path: 
     test_engine.check(engine, other, y)
     assert (engine.counters.plan_hits_disk, engine.counters.programs_compiled) == (1, 1)
     engine.close()
+
+
+STEPS = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 4)).to("tpu")
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for i in range(3):
+    x, y = torch.randn(16, 8, device="tpu"), torch.randint(4, (16,)).to("tpu")
+    loss = torch.nn.functional.cross_entropy(model(x.double().to(torch.bfloat16).float()), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item(), x.long().sum().item(), torch.tpu.memory_allocated() > 0)
+print("jax" in sys.modules)
+"""
+
+
+def test_a_process_whose_programs_are_cached_does_without_jax(tmp_path: Path) -> None:
+    cold, warm = (run_script(STEPS, TORCHTPU_CACHE_DIR=str(tmp_path), TORCHTPU_PLATFORM="cpu") for _ in range(2))
+    assert (cold.status, warm.status) == (0, 0), cold.err + warm.err
+    *steps, has_jax = cold.out.splitlines()
+    assert warm.out.splitlines() == [*steps, "False"]
+    assert (has_jax, warm.err) == ("True", "")
 
 
 def test_a_lowering_that_may_not_be_kept_makes_no_plan(tmp_path: Path) -> None:
@@ -272,7 +345,7 @@ def test_what_was_patched_into_a_module_counts(load: Callable[[str], ModuleType]
 PRINT = """
 import json, sys
 from torchtpu import ops
-from torchtpu.runtime import fingerprint, plans
+from torchtpu.runtime import clusters, fingerprint, plans
 ops.load()
 found = {name: fingerprint.of_function(entry.function, ops.Context) for name, entry in ops.LOWERINGS.items()}
 if sys.argv[1] == "later":  # what ran in between changes nothing
@@ -284,7 +357,7 @@ if sys.argv[1] == "later":  # what ran in between changes nothing
         cache.cache_clear()
     again = {name: fingerprint.of_function(ops.LOWERINGS[name].function, ops.Context) for name in found}
     assert found == again
-print(json.dumps([found, fingerprint.of_modules(*plans._EMISSION)], sort_keys=True))
+print(json.dumps([found, fingerprint.of_modules(*plans._EMISSION, *plans._SEARCH)], sort_keys=True))
 """
 
 

@@ -23,6 +23,7 @@ import torch
 from torchtpu import startup
 from torchtpu.runtime import _C
 from torchtpu.runtime.calls import full_name
+from torchtpu.runtime.memory import nbytes_of
 from torchtpu.runtime.observe import Called, Launched
 
 Entry = dict[str, Any]
@@ -68,7 +69,7 @@ class _Recording:
         """What is let go then is noted as it dies."""
 
     def _note(self, array: Any, device: int, frames: list[Entry]) -> None:
-        entry = self._entry("alloc", self.place(array.nbytes), array.nbytes, device, frames)
+        entry = self._entry("alloc", self.place(nbytes_of(array)), nbytes_of(array), device, frames)
         self.held[id(array)] = entry
         self.entries.append(entry)
         weakref.finalize(array, partial(self._free, id(array))).atexit = False
@@ -147,13 +148,13 @@ def _dump_snapshot(filename: str | Path = "dump_snapshot.pickle", augment_with_f
 def _segment(recording: _Recording, array: Any, device: int) -> Entry:
     """An array's; it has no frames where it was made before history was recorded."""
     known = recording.held.get(id(array))
-    address = known["addr"] if known else recording.place(array.nbytes)
+    address = known["addr"] if known else recording.place(nbytes_of(array))
     frames = known["frames"] if known else []
-    size = _aligned(array.nbytes)
+    size = _aligned(nbytes_of(array))
     block = {
         "address": address,
         "size": size,
-        "requested_size": array.nbytes,
+        "requested_size": nbytes_of(array),
         "state": "active_allocated",
         "frames": frames,
     }
@@ -163,7 +164,7 @@ def _segment(recording: _Recording, array: Any, device: int) -> Entry:
         "total_size": size,
         "allocated_size": size,
         "active_size": size,
-        "requested_size": array.nbytes,
+        "requested_size": nbytes_of(array),
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),

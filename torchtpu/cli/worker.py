@@ -17,7 +17,6 @@ from torchtpu import config, distributed, ops, startup
 from torchtpu.cli.pool import READY, Done
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime.calls import Lowerings
-from torchtpu.runtime.clusters import find_clusters
 from torchtpu.runtime.counters import Counters
 from torchtpu.runtime.fragments import Fragments
 from torchtpu.runtime.manifest import Recorded, decode_recorded
@@ -81,7 +80,7 @@ class Worker:
         part of the answer."""
         program = recorded.program
         try:
-            clusters = None if recorded.is_flat else find_clusters(program, self._fragments)
+            clusters = None if recorded.is_flat else self._plans.clusters(program)
         except Exception as error:  # noqa: BLE001 -- whatever it is, it is this program's line of the report
             return _failed(error)
         parts = {id(part.program): part.program for part in clusters.parts} if clusters else {}

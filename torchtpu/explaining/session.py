@@ -24,6 +24,7 @@ import torch
 from torchtpu import config, startup
 from torchtpu.explaining import page, report
 from torchtpu.explaining.differences import makers
+from torchtpu.runtime.memory import nbytes_of
 from torchtpu.runtime.observe import Called, Launched
 
 
@@ -125,7 +126,7 @@ class Listener:
         self.calls.append(call)
 
     def uploaded(self, array: Any, device: int) -> None:
-        self.holders.append(Holder(weakref.ref(array), array.nbytes, "upload", ""))
+        self.holders.append(Holder(weakref.ref(array), nbytes_of(array), "upload", ""))
 
     def was_read(self, line: str, started: float, seconds: float, nbytes: int) -> None:
         self.reads.append(Read(line, started, seconds, nbytes))
@@ -153,7 +154,7 @@ class Listener:
     def _note_holders(self, ops: list[Any], outputs: tuple[Any, ...]) -> None:
         for op, array in zip(ops, outputs, strict=False):
             if op is not None:
-                self.holders.append(Holder(weakref.ref(array), array.nbytes, op.name, op.line))
+                self.holders.append(Holder(weakref.ref(array), nbytes_of(array), op.name, op.line))
         if len(self.holders) > 100_000:
             self.holders = [h for h in self.holders if h.array() is not None]
 
