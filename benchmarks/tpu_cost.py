@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def cost_of_recorded(workload: str, target: str) -> list[dict[str, Any]]:
     worker = Worker(target, startup.open_store())
     with tempfile.TemporaryDirectory() as folder:
         knobs = {"TORCHTPU_TARGET": target, "TORCHTPU_READS": "standin", "TORCHTPU_JOURNAL": folder}
-        launched = json.loads(_run(["--record", workload], {**os.environ, **knobs}))
+        launched = json.loads(run_self(__file__, ["--record", workload], {**os.environ, **knobs}))
         lines = [json.loads(line) for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
     programs = {line["identity"]: line["program"] for line in lines if "program" in line}
     found = [worker.compile(decode_recorded(programs[identity])) for identity in launched]
@@ -135,11 +136,11 @@ def row(workload: str, target: str, found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _run(arguments: list[str], environment: dict[str, str]) -> str:
-    command = [sys.executable, __file__, *arguments]
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[
-        -1
-    ]
+def run_self(script: str, arguments: list[str], environment: Mapping[str, str]) -> str:
+    """The last line that a process of the script prints."""
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.splitlines()[-1]
 
 
 def main() -> None:
@@ -161,7 +162,7 @@ def main() -> None:
     rows = [["workload", "chip", *heads, "programs"]]
     for target in a.chips:
         for workload in a.workloads:
-            found = json.loads(_run(["--compare", workload, target], environment()))
+            found = json.loads(run_self(__file__, ["--compare", workload, target], environment()))
             print(json.dumps({f"{workload} {target}": found}), file=sys.stderr)
             rows.append(row(workload, target, found))
     print(peers.table(rows))

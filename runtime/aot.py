@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from torchtpu.compiler_cache import Target, compiler_line
 
 from .chips import find_chip, topology_of
-from .cost import Cost, cost_of
+from .cost import Cost, cost_of, text_of
 from .fleet import Homes
 from .pjrt import compile_options
 
@@ -29,10 +29,11 @@ _BARRIER = "--xla_tpu_use_enhanced_launch_barrier=true"
 
 
 class Built(NamedTuple):
-    """An executable that a TPU loads, and what one launch of it costs by the compiler's own account."""
+    """An executable that a TPU loads, what one launch of it costs by the compiler's own account, and its text."""
 
     executable: bytes
     cost: Cost
+    text: str | None
 
 
 def environment(outer: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -89,7 +90,8 @@ class AotClient:
         devices = xla_client.DeviceList(tuple(d for d in self.devices if d.id in (homes or (self.devices[0].id,))))
         with mlir.make_ir_context():
             executable = self._client.compile(ir.Module.parse(text), devices, self._options_for(homes))
-        return Built(executable.serialize(), cost_of(executable, self.chip))
+        made = text_of(executable)
+        return Built(executable.serialize(), cost_of(executable, self.chip, made), made)
 
     def _options_for(self, homes: Homes) -> Any:
         return compile_options(homes or (self.devices[0].id,), self._excess_precision)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 class Chip(NamedTuple):
     """One device of a kind of chip: what PyTorch and JAX count as one, which for TPU7x is half a chip.
 
-    `kind` is what JAX calls it.  `clock_ghz` reproduces the published peak from the size of the matrix units.
+    `kind` is what JAX calls it.  `clock_ghz` reproduces the published peak from the size of the matrix units,
+    `link_bytes_per_second` is the published bandwidth of all its links to other chips.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Chip(NamedTuple):
     bytes_per_second: float
     clock_ghz: float
     peak_flops: float
+    link_bytes_per_second: float
     topology: str  # of one host
 
     @property
@@ -31,12 +33,12 @@ class Chip(NamedTuple):
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v3", "TPU v3", "0x0027", (3, 0), 16 << 30, 450e9, 0.94, 61.5e12, "2x2x1"),
-        Chip("v4", "TPU v4", "0x005e", (4, 0), 32 << 30, 1228e9, 1.05, 275e12, "2x2x1"),
-        Chip("v5e", "TPU v5 lite", "0x0063", (5, 0), 16 << 30, 819e9, 1.5, 197e12, "2x2"),
-        Chip("v5p", "TPU v5", "0x0062", (5, 1), 95 << 30, 2765e9, 1.75, 459e12, "2x2x1"),
-        Chip("v6e", "TPU v6 lite", "0x006f", (6, 0), 32 << 30, 1640e9, 1.75, 918e12, "2x2"),
-        Chip("tpu7x", "TPU7x", "0x0076", (7, 0), 96 << 30, 3690e9, 2.2, 1153e12, "2x2x1"),
+        Chip("v3", "TPU v3", "0x0027", (3, 0), 16 << 30, 450e9, 0.94, 61.5e12, 82e9, "2x2x1"),
+        Chip("v4", "TPU v4", "0x005e", (4, 0), 32 << 30, 1228e9, 1.05, 275e12, 300e9, "2x2x1"),
+        Chip("v5e", "TPU v5 lite", "0x0063", (5, 0), 16 << 30, 819e9, 1.5, 197e12, 200e9, "2x2"),
+        Chip("v5p", "TPU v5", "0x0062", (5, 1), 95 << 30, 2765e9, 1.75, 459e12, 600e9, "2x2x1"),
+        Chip("v6e", "TPU v6 lite", "0x006f", (6, 0), 32 << 30, 1640e9, 1.75, 918e12, 448e9, "2x2"),
+        Chip("tpu7x", "TPU7x", "0x0076", (7, 0), 96 << 30, 3690e9, 2.2, 1153e12, 600e9, "2x2x1"),
     )
 }
 

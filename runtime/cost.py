@@ -45,16 +45,20 @@ class Cost(NamedTuple):
         return held + self.temporary_bytes + self.code_bytes
 
 
-def cost_of(executable: Any, chip: Chip) -> Cost:
-    """The cost of a compiled executable on one device of `chip`."""
+def text_of(executable: Any) -> str | None:
+    """A compiled executable's instructions in their order; None where jaxlib cannot read them: libtpu's modules may be
+    newer, and the executable is as good as any."""
+    try:
+        return "\n".join(module.to_string() for module in executable.hlo_modules())
+    except JaxRuntimeError:
+        return None
+
+
+def cost_of(executable: Any, chip: Chip, text: str | None) -> Cost:
+    """The cost of a compiled executable with this text on one device of `chip`."""
     totals = executable.cost_analysis() or {}
     memory = executable.get_compiled_memory_stats()
-    try:
-        text = "\n".join(module.to_string() for module in executable.hlo_modules())
-    except JaxRuntimeError:  # libtpu's modules may be newer than jaxlib; the executable is as good as any
-        found = Estimate(0, 0, {"module that jaxlib cannot read": 1})
-    else:
-        found = estimate(text)
+    found = Estimate(0, 0, {"module that jaxlib cannot read": 1}) if text is None else estimate(text)
     return Cost(
         flops=max(0.0, totals.get("flops", 0.0)),
         bytes_accessed=max(0.0, totals.get("bytes accessed", 0.0)),
@@ -85,8 +89,13 @@ class Estimate(NamedTuple):
 
 def estimate(text: str) -> Estimate:
     """The sum over a module's text: loops by their trips, of a condition's branches the longest."""
+    return _sum(found for _, found in timeline(text))
+
+
+def timeline(text: str) -> Iterator[tuple[Instruction, Estimate]]:
+    """Each instruction of a module's entry in the order in which they run, with its cost."""
     computations, entry = _computations(text)
-    nbytes = {found[1]: sum(_arrays(found[2])) for lines in computations.values() for found in _defined(lines)}
+    nbytes = {found[1]: sum(arrays(found[2])) for lines in computations.values() for found in _defined(lines)}
 
     def priced(line: str, found: re.Match[str]) -> Estimate:
         opcode = found[3]
@@ -105,7 +114,7 @@ def estimate(text: str) -> Estimate:
             return _NOTHING
         if opcode.endswith("-start"):
             # A transfer's result names its source again, of which it may take a slice, and a flag.
-            moved = min((n for n in _arrays(found[2]) if n > _FLAG_BYTES), default=0)
+            moved = min((n for n in arrays(found[2]) if n > _FLAG_BYTES), default=0)
         else:
             moved = nbytes[found[1]] + sum(nbytes.get(name, 0) for name in _OPERAND.findall(found[4]))
         return Estimate(0, moved, {opcode: 1})
@@ -114,7 +123,24 @@ def estimate(text: str) -> Estimate:
     def walk(name: str) -> Estimate:
         return _sum(priced(found.string, found) for found in _defined(computations.get(name, ())))
 
-    return walk(entry)
+    def instruction(found: re.Match[str]) -> Instruction:
+        line = found.string
+        inner = [instruction(one) for part in _named(line, "calls") for one in _defined(computations.get(part, ()))]
+        return Instruction(found[1], found[3], found[2], tuple(_OPERAND.findall(found[4])), line, tuple(inner))
+
+    for found in _defined(computations.get(entry, ())):
+        yield instruction(found), priced(found.string, found)
+
+
+class Instruction(NamedTuple):
+    """An instruction, and those of the fusion or asynchronous computation that it calls."""
+
+    name: str
+    opcode: str
+    types: str
+    operands: tuple[str, ...]
+    line: str
+    inner: tuple[Instruction, ...]
 
 
 _NOTHING = Estimate(0, 0, {})
@@ -134,7 +160,7 @@ def _defined(lines: Iterable[str]) -> Iterator[re.Match[str]]:
     return (found for line in lines if (found := _INSTRUCTION.match(line)))
 
 
-def _arrays(types: str) -> list[int]:
+def arrays(types: str) -> list[int]:
     """The bytes of each array that a type has."""
     return [
         math.ceil(math.prod(int(n) for n in dims.split(",") if n) * int(bits or 8) / 8)

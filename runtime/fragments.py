@@ -59,8 +59,15 @@ class Fragments:
 
     def maps(self, op: Op) -> bool:
         """Whether an op goes through its lists in step, element by element."""
+        return self._entry(op).maps
+
+    def repeats(self, op: Op) -> bool:
+        """Whether the op, called again with the same arguments, is to be computed again."""
+        return self._entry(op).repeats
+
+    def _entry(self, op: Op) -> Entry:
         try:
-            return self._lowerings.entry(op.name, self.platform).maps
+            return self._lowerings.entry(op.name, self.platform)
         except Exception as error:
             raise explained(op, error) from error
 
@@ -81,13 +88,10 @@ class Fragments:
         """The lowerings that ops use, with their fingerprints; None where one may not be kept on disk."""
         found = {}
         for op in {op.name: op for op in ops}.values():
-            try:
-                entry = self._lowerings.entry(op.name, self.platform)
-            except Exception as error:
-                raise explained(op, error) from error
+            entry = self._entry(op)
             if not entry.persists:
                 return None
-            mark = "by element " if entry.maps else ""
+            mark = ("by element " if entry.maps else "") + ("again " if entry.repeats else "")
             found[entry.name] = mark + fingerprint.of_function(entry.function, self._lowerings.context)[:16]
         return " ".join(f"{name}={found[name]}" for name in sorted(found))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from . import views
+from .again import barrier, repeated
 from .calls import Parameter, results_of, written
 from .fragments import Fragments
 from .hlo import tensor_type
@@ -61,9 +62,10 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     With `is_flat` nothing is taken for granted of run-time offsets; views at them are slower.
     """
     live = _live_calls(program, fragments)
+    waits = repeated(live, fragments.repeats)
     writer = _Writer(program, is_flat)
-    for call in live:
-        writer.add(call)
+    for place, call in enumerate(live):
+        writer.add(call, waits.get(place))
     return writer.finish()
 
 
@@ -148,10 +150,12 @@ class _Writer:
         self._read: dict[tuple[int | None, View, int | Lifted], str] = {}
         self._numbers: dict[Lifted, str] = {}
 
-    def add(self, call: _Call) -> None:
-        """Adds an op: the views it reads, the call, and its results and writes."""
+    def add(self, call: _Call, after: int | None = None) -> None:
+        """Adds an op: the views it reads, the call, which waits for value `after`, and its results and writes."""
         fragment = call.fragment
         arguments = [self._argument(call.parameters[n]) for n in fragment.used]
+        if after is not None:
+            arguments = self._wait(call, arguments, after)
         self._trace_sources(call)
         made: list[str] = [""] * len(fragment.forwards)
         if fragment.is_call:
@@ -201,6 +205,17 @@ class _Writer:
         for target, forwarded, old in zip(call.made, fragment.forwards, call.kept(), strict=True):
             own = read if forwarded is None else taken[forwarded]
             sources[target.value] = own | checked | self._asserted | sources.get(old, 0)
+
+    def _wait(self, call: _Call, arguments: list[str], value: int) -> list[str]:
+        types = [
+            tensor_type(p.sizes, p.dtype)
+            for p in (call.parameters[n] for n in call.fragment.used)
+            if type(p) is Operand
+        ]
+        waited = (self._names[value], tensor_type(*self._layouts[value]))
+        line, (*made, self._names[value]) = barrier(f"%r{self._next()}", [*zip(arguments, types, strict=True), waited])
+        self._lines.append(line)
+        return made
 
     def _call(self, fragment: Fragment, arguments: list[str]) -> list[str]:
         self._functions.setdefault(fragment.symbol, fragment.text)

@@ -15,8 +15,9 @@ from jax.errors import JaxRuntimeError
 
 from torchtpu.compiler_cache import Target, compiler_line, program_digest
 from torchtpu.runtime.chips import CHIPS, devices_of_host, find_chip
-from torchtpu.runtime.cost import _arrays, cost_of, estimate
+from torchtpu.runtime.cost import arrays, cost_of, estimate, text_of
 from torchtpu.runtime.pjrt import Client, key_of
+from torchtpu.runtime.traffic import traffic
 
 needs_libtpu = pytest.mark.skipif(
     not aot_check.HAS_LIBTPU, reason="the TPU compiler is not installed: pip install 'torchtpu[aot]'"
@@ -213,7 +214,7 @@ class Unreadable:
 
 
 def test_a_module_that_cannot_be_read_costs_what_else_is_known() -> None:
-    cost = cost_of(Unreadable(), CHIPS["v6e"])
+    cost = cost_of(Unreadable(), CHIPS["v6e"], text_of(Unreadable()))
     assert (cost.cycles, cost.flops, cost.bytes_accessed) == (0, 8.0, 0.0)
     assert cost.gaps == {"module that jaxlib cannot read": 1}
     assert cost.peak_bytes == 1 + 10 - 100 + 1000 + 10000
@@ -227,7 +228,7 @@ def test_cycles_count_loops_by_their_trips_and_name_what_they_leave_out() -> Non
 
 
 @pytest.mark.parametrize(
-    ("types", "arrays"),
+    ("types", "sizes"),
     [
         ("f32[2,4]{1,0:T(8,128)}", [32]),
         ("(s32[], bf16[3]{0}, pred[5])", [4, 6, 5]),
@@ -237,8 +238,62 @@ def test_cycles_count_loops_by_their_trips_and_name_what_they_leave_out() -> Non
         ("token[]", []),
     ],
 )
-def test_types_have_their_bytes(types: str, arrays: list[int]) -> None:
-    assert _arrays(types) == arrays
+def test_types_have_their_bytes(types: str, sizes: list[int]) -> None:
+    assert arrays(types) == sizes
+
+
+JOB = """HloModule region, is_scheduled=true, replica_count=8
+
+%begin (p: bf16[1,128]) -> (bf16[1,128], bf16[8,128], u32[]) {
+  %p = bf16[1,128] parameter(0)
+  %all-gather.1 = bf16[8,128] all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  ROOT %custom-call.1 = (bf16[1,128], bf16[8,128], u32[]) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (q: bf16[1,128], r: bf16[8,128]) -> (f32[4], bf16[8,128]) {
+  %q = bf16[1,128] parameter(0)
+  %all-gather.2 = bf16[8,128] all-gather(%q), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  ROOT %pair = (f32[4], bf16[8,128]) tuple(%q, %all-gather.2)
+}
+
+%end (s: bf16[1,128], t: bf16[8,128]) -> bf16[8,128] {
+  %s = bf16[1,128] parameter(0)
+  %all-gather.3 = bf16[8,128] all-gather(%s), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  ROOT %custom-call.2 = bf16[8,128] custom-call(%s, %all-gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter (u: bf16[16,128]) -> bf16[2,128] {
+  %u = bf16[16,128] parameter(0)
+  %all-reduce.1 = bf16[16,128] all-reduce(%u), replica_groups=[1,8]<=[8], to_apply=%sum
+  ROOT %mine = bf16[2,128] dynamic-slice(%all-reduce.1)
+}
+
+ENTRY %main (arg: bf16[1,128]) -> f32[2,128] {
+  %arg = bf16[1,128] parameter(0)
+  %start = (bf16[1,128], bf16[8,128], u32[]) fusion(%arg), kind=kCustom, calls=%begin
+  %one = bf16[1,128] get-tuple-element(%start), index=0
+  %many = bf16[8,128] get-tuple-element(%start), index=1
+  %both = (f32[4], bf16[8,128]) fusion(%one, %many), kind=kOutput, calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"CYCLES"}
+  %rest = bf16[8,128] get-tuple-element(%both), index=1
+  %done = bf16[8,128] fusion(%one, %rest), kind=kCustom, calls=%end
+  %scattered = bf16[2,128] fusion(%done), kind=kCustom, calls=%all-reduce-scatter, backend_config={"estimated_cycles":"9"}
+  ROOT %total = f32[2,128] all-reduce(%scattered), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%sum
+}
+"""  # noqa: E501 -- as the compiler writes it
+
+
+def test_a_collective_is_exposed_where_less_runs_beside_it() -> None:
+    chip = CHIPS["v5e"]
+    gathered, scattered, reduced = 7 * 256, 7 * 2 * 256, 2 * 1024 // 2
+    own = [n / chip.link_bytes_per_second for n in (gathered, scattered, reduced)]
+    for cycles in (1, 10**6):
+        found = traffic(JOB.replace("CYCLES", str(cycles)), chip)
+        assert found.beside == {"all-gather": 1}
+        assert found.alone == {"all-reduce": 1, "reduce-scatter": 1}
+        assert found.nbytes == gathered + scattered + reduced
+        assert found.seconds == pytest.approx(sum(own))
+        hidden = min(own[0], cycles * chip.seconds_per_cycle)
+        assert found.exposed_seconds == pytest.approx(sum(own) - hidden)
 
 
 def test_a_transfer_is_charged_once_and_for_its_slice_only() -> None:

@@ -90,11 +90,15 @@ class Worker:
     def _compile(self, program: Program, *, is_flat: bool) -> Done:
         digest = ""
         try:
-            plan = self._plans.find(program, is_flat=is_flat, homes=self._homes(program))
+            plan = self.plan(program, is_flat=is_flat)
             digest = plan.key.digest
             return self._built(plan, {"line": program.line, "ops": len(program.ops)})
         except Exception as error:  # noqa: BLE001 -- as above
             return _failed(error, digest)
+
+    def plan(self, program: Program, *, is_flat: bool = False) -> Plan:
+        """A program's text and what its launches must know; raises where it cannot be lowered."""
+        return self._plans.find(program, is_flat=is_flat, homes=self._homes(program))
 
     def _homes(self, program: Program) -> tuple[int, ...]:
         """The devices of all ranks that launch a program together."""

@@ -143,7 +143,7 @@ def install() -> None:
     library.define("collective(Tensor input, float ticket, str kind, int[] homes, int[] sizes) -> Tensor")
     library.impl("collective", lambda input, ticket, kind, homes, sizes: input.new_empty(sizes), "Meta")
     _library.append(library)  # which unregisters the op when it dies
-    LOWERINGS[OP] = Lowering(OP, lowering.collective, lifts=True)
+    LOWERINGS[OP] = Lowering(OP, lowering.collective, lifts=True, repeats=True)
     _C.register_op((OP, {}, True, False, (), False, (), False, True))
 
 

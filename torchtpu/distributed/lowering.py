@@ -42,11 +42,24 @@ def _broadcast(x: Any, size: int, root: str) -> Any:
 
 
 def _all_gather(x: Any, size: int) -> Any:
-    return _bind("all_gather", x, size, (size * x.shape[0], *x.shape[1:]))
+    rows = _in_rows(x, 1)
+    gathered = _bind("all_gather", rows, size, (size * rows.shape[0], *rows.shape[1:]))
+    return gathered.reshape(size * x.shape[0], *x.shape[1:])
 
 
 def _reduce_scatter(x: Any, size: int, op: str) -> Any:
-    return _bind("reduce_scatter", x, size, (x.shape[0] // size, *x.shape[1:]), op)
+    rows = _in_rows(x, size)
+    scattered = _bind("reduce_scatter", rows, size, (rows.shape[0] // size, *rows.shape[1:]), op)
+    return scattered.reshape(x.shape[0] // size, *x.shape[1:])
+
+
+def _in_rows(x: Any, parts: int) -> Any:
+    """A flat array as rows as long as a TPU's lanes, where each of its parts has whole ones: libtpu copies what it
+    gathers flat several times, and reduces flat arrays everywhere before it scatters them."""
+    return x.reshape(-1, _LANES) if x.ndim == 1 and x.shape[0] % (parts * _LANES) == 0 else x
+
+
+_LANES = 128
 
 
 def _all_to_all(x: Any, size: int) -> Any:

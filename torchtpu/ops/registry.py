@@ -72,6 +72,7 @@ class Lowering:
     multiplies: the result depends on `torch.set_float32_matmul_precision`, which the lowering finds in `ctx.precision`.
     maps: the op goes through lists in step: element i of a result depends on element i of each list, and on what is no
         list.
+    repeats: called again with the same arguments, the op is computed again, and not before its turn.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Lowering:
     ints: tuple[str, ...] = ()
     multiplies: bool = False
     maps: bool = False
+    repeats: bool = False
 
     @functools.cached_property
     def takes_context(self) -> bool:
