@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from torchtpu import metrics
 from torchtpu.runtime.pjrt import Client
 
 E4 = torch.float8_e4m3fn
+# Of sums of 256 products near 20, rounded once.
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4}}
 
 
 def test_bfloat16_is_rounded_after_each_op_as_in_eager_pytorch() -> None:
@@ -51,6 +55,45 @@ def test_products_with_int8_weights() -> None:
     x, weight, scales = torch.randn(3, 32), torch.randint(-128, 127, (48, 32), dtype=torch.int8), torch.rand(48) / 99
     found = torch.ops.aten._weight_int8pack_mm(*(t.to("tpu") for t in (x, weight, scales)))
     torch.testing.assert_close(found.cpu(), x @ (weight * scales[:, None]).t())
+
+
+def packed_on_cuda(rows: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Lane by lane what the layout of an m16n8k16 product says: lane t holds row t / 4, and of each 16 columns the
+    pairs t % 4 and t % 4 + 4; the even columns of two such tiles fill an int32's low half, the odd ones its high."""
+    count, columns = rows.shape
+    packed = torch.zeros(count // 8, columns // (16 * tiles), 32, tiles // 2, dtype=torch.int64)
+    for n, outer, t, pair in itertools.product(*map(range, packed.shape)):
+        start = (outer * tiles + 2 * pair) * 16 + 2 * (t % 4)
+        evens = [start, start + 8, start + 16, start + 24]
+        for place, column in enumerate([*evens, *(e + 1 for e in evens)]):
+            packed[n, outer, t, pair] |= int(rows[8 * n + t // 4, column]) << 4 * place
+    return packed.int()
+
+
+@pytest.mark.parametrize(("tiles", "group"), [(2, 32), (8, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_with_weights_of_4_bits_packed_as_on_cuda(tiles: int, group: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows, x = torch.randint(0, 16, (16, 256)), torch.randn(3, 256, dtype=dtype)
+    scales = torch.stack([torch.rand(256 // group, 16) + 0.1, torch.randn(256 // group, 16)], -1).to(dtype)
+    pairs = (rows[:, ::2] << 4 | rows[:, 1::2]).to(torch.uint8)
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs.to("tpu"), tiles)
+    assert torch.equal(packed.cpu(), packed_on_cuda(rows, tiles))
+    found = torch.ops.aten._weight_int4pack_mm(x.to("tpu"), packed, group, scales.to("tpu"))
+    scale, zero = (scales[..., i].float().repeat_interleave(group, 0).t() for i in (0, 1))
+    weight = ((rows - 8) * scale + zero).to(dtype)
+    torch.testing.assert_close(found.cpu(), (x.double() @ weight.t().double()).to(dtype), **TOLERANCE[dtype])
+    assert not metrics.snapshot()["cpu_fallbacks"]
+
+
+def test_weights_of_4_bits_are_refused_where_cuda_refuses_them() -> None:
+    pairs = torch.zeros(16, 64, dtype=torch.uint8, device="tpu")
+    with pytest.raises(RuntimeError, match="innerKTiles must be 2, 4 or 8, got 3"):
+        torch.ops.aten._convert_weight_to_int4pack(pairs, 3)
+    packed = torch.ops.aten._convert_weight_to_int4pack(pairs, 2)
+    scales = torch.ones(4, 16, 2, device="tpu")
+    with pytest.raises(RuntimeError, match="the input has 64 columns, the weight 128"):
+        torch.ops.aten._weight_int4pack_mm(torch.ones(2, 64, device="tpu"), packed, 32, scales)
 
 
 def test_sparse_and_quantized_tensors_are_refused_in_plain_words() -> None:

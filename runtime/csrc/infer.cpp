@@ -238,9 +238,10 @@ std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op,
   check_devices(info, args);
   if (reads_through_mask(info, args)) return std::nullopt;
   PlainDispatch plain;
-  bool is_small = total_bytes(info, args) <= kMaxErrorBytes;
-  if (is_odd(info, args)) check_overlap(info, op, args, is_small && !info.random);
-  check_dtypes(info, op, args, is_small);
+  bool may_ask_cpu =
+      total_bytes(info, args) <= kMaxErrorBytes && op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+  if (is_odd(info, args)) check_overlap(info, op, args, may_ask_cpu && !info.random);
+  check_dtypes(info, op, args, may_ask_cpu);
   Inferred inferred;
   SharedArgs meta(at::kMeta);
   inferred.args = convert_args(info, args, at::kMeta, std::ref(meta));
@@ -252,7 +253,7 @@ std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op,
       op.callBoxed(&inferred.results);
     }
   } catch (...) {
-    if (!is_small) throw;
+    if (!may_ask_cpu) throw;
     raise_cpu_error(info, op, args);
     return std::nullopt;  // the CPU can do it
   }
