@@ -76,47 +76,15 @@ def _bias_correction(beta, step, dtype):
     return -jnp.expm1(step.astype(dtype) * jnp.log1p(_as(jnp.asarray(beta) - 1.0, dtype)))
 
 
-def _adam(
-    self,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    max_exp_avg_sqs,
-    state_steps,
-    *,
-    decoupled,
-    lr,
-    beta1,
-    beta2,
-    weight_decay,
-    eps,
-    amsgrad,
-    maximize,
-    grad_scale,
-    found_inf,
-):
-    made = tuple([] for _ in range(5))
-    for i, (param, grad) in enumerate(zip(self, grads, strict=True)):
-        p = opmath(param)
-        rate = _as(lr, p.dtype)
-        kept, g = _prepared(grad, p, grad_scale, maximize, 0.0 if decoupled else weight_decay)
-        if decoupled and not _is_zero(weight_decay):
-            p = p * (1 - rate * weight_decay)
-        m = opmath(exp_avgs[i])
-        m = m + (g - m) * _as(1 - beta1, m.dtype)
-        v = opmath(exp_avg_sqs[i]) * beta2 + g * g * _as(1 - beta2, g.dtype)
-        largest = jnp.maximum(opmath(max_exp_avg_sqs[i]), v) if amsgrad else v
-        step = state_steps[i].reshape(())
-        size = rate / _bias_correction(beta1, step, p.dtype)
-        p = p - size * m / (jnp.sqrt(largest) / jnp.sqrt(_bias_correction(beta2, step, p.dtype)) + eps)
-        for values, value in zip(made, (p, grad if grad_scale is None else kept, m, v, largest), strict=True):
-            values.append(value)
-    new = (*made[:4], made[4] if amsgrad else list(max_exp_avg_sqs))
-    return _kept(found_inf, (self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs), new)
-
-
 @lowering(
-    "_fused_adam", "_fused_adam.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(5), maps=True
+    "_fused_adam",
+    "_fused_adam.tensor_lr",
+    "_fused_adamw",
+    "_fused_adamw.tensor_lr",
+    structural={"weight_decay": (0.0,)},
+    lifts=True,
+    infer=_like(5),
+    maps=True,
 )
 def fused_adam(
     self,
@@ -135,66 +103,27 @@ def fused_adam(
     maximize,
     grad_scale=None,
     found_inf=None,
+    ctx,
 ):
-    return _adam(
-        self,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
-        state_steps,
-        decoupled=False,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
-
-
-@lowering(
-    "_fused_adamw", "_fused_adamw.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(5), maps=True
-)
-def fused_adamw(
-    self,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    max_exp_avg_sqs,
-    state_steps,
-    *,
-    lr,
-    beta1,
-    beta2,
-    weight_decay,
-    eps,
-    amsgrad,
-    maximize,
-    grad_scale=None,
-    found_inf=None,
-):
-    return _adam(
-        self,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        max_exp_avg_sqs,
-        state_steps,
-        decoupled=True,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=amsgrad,
-        maximize=maximize,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
+    decouples = ctx.op.startswith("_fused_adamw")
+    made = tuple([] for _ in range(5))
+    for i, (param, grad) in enumerate(zip(self, grads, strict=True)):
+        p = opmath(param)
+        rate = _as(lr, p.dtype)
+        kept, g = _prepared(grad, p, grad_scale, maximize, 0.0 if decouples else weight_decay)
+        if decouples and not _is_zero(weight_decay):
+            p = p * (1 - rate * weight_decay)
+        m = opmath(exp_avgs[i])
+        m = m + (g - m) * _as(1 - beta1, m.dtype)
+        v = opmath(exp_avg_sqs[i]) * beta2 + g * g * _as(1 - beta2, g.dtype)
+        largest = jnp.maximum(opmath(max_exp_avg_sqs[i]), v) if amsgrad else v
+        step = state_steps[i].reshape(())
+        size = rate / _bias_correction(beta1, step, p.dtype)
+        p = p - size * m / (jnp.sqrt(largest) / jnp.sqrt(_bias_correction(beta2, step, p.dtype)) + eps)
+        for values, value in zip(made, (p, grad if grad_scale is None else kept, m, v, largest), strict=True):
+            values.append(value)
+    new = (*made[:4], made[4] if amsgrad else list(max_exp_avg_sqs))
+    return _kept(found_inf, (self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs), new)
 
 
 @lowering("_fused_adagrad", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(4), maps=True)
