@@ -49,6 +49,24 @@ def convolved(call: Any, x: torch.Tensor, weight: torch.Tensor, *window: Any) ->
     return made, *torch.autograd.grad(made.square().sum(), (x, weight, bias))
 
 
+def into_new(call: Any, *arguments: Any, **outs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `call` writes into new tensors like `outs`."""
+    outs = {name: torch.empty_like(like) for name, like in outs.items()}
+    call(*arguments, **outs)
+    return tuple(outs.values())
+
+
+def convolution_gradients(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    weight = KERNEL.to(x.device)
+    made = torch._C._nn.thnn_conv2d(x, weight, 3)
+    outs = {"grad_input": x, "grad_weight": weight, "grad_bias": weight[:, 0, 0, 0].clone()}
+    return into_new(aten._slow_conv2d_backward.grad_input, made, x, weight, [3, 3], [1, 1], [0, 0], **outs)
+
+
+def pooling_gradient(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return into_new(aten.adaptive_avg_pool3d_backward.grad_input, x[..., :2, :3] * 2, x, grad_input=x)
+
+
 def observed(x: torch.Tensor, by_row: bool, is_symmetric: bool) -> tuple[torch.Tensor, ...]:
     """Three tensors in turn: seen alone, quantized and seen, quantized alone."""
     made: list[torch.Tensor] = []
@@ -88,6 +106,8 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
         lambda x: convolved(aten.slow_conv_transpose2d, x, TURNED, [2, 2], [1, 1], [1, 1]),
         IMAGES,
     ),
+    "slow_conv2d into gradients": (convolution_gradients, IMAGES),
+    "adaptive_avg_pool3d into a gradient": (pooling_gradient, IMAGES),
     "lanczos": (lambda x: functional.interpolate(x, (3, 9), mode="lanczos", antialias=True), IMAGES),
     "lanczos gradient": (
         lambda x: gradient(functools.partial(functional.interpolate, size=(3, 9), mode="lanczos", antialias=True), x),

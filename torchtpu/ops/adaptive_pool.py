@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchtpu.ops.pool import best_of, places
-from torchtpu.ops.registry import jnp, lowering, opmath
+from torchtpu.ops.registry import composed, jnp, lowering, opmath
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,12 @@ def adaptive_avg_pool2d_backward(grad_output, self):
 @lowering("_adaptive_avg_pool3d_backward")
 def adaptive_avg_pool3d_backward(grad_output, self):
     return _adaptive_avg_backward(3, grad_output, self)
+
+
+@composed("adaptive_avg_pool3d_backward.grad_input")
+def adaptive_avg_pool3d_gradient(grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.aten._adaptive_avg_pool3d_backward(grad_output, self)
+    return made
 
 
 def _adaptive_avg_backward(rank: int, grad: Any, x: Any) -> Any:

@@ -53,6 +53,8 @@ def _overload(name: str) -> Any:
 
 def _variants(name: str, function: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
     """The op and, unless PyTorch makes that out of the op, its out= form."""
+    if any(a.is_out for a in _overload(name)._schema.arguments):
+        return [(name, _plain(functools.partial(_into, _overload(name), function)))]
     found = [(name, _plain(function))]
     base = name.partition(".")[0]
     given = [(a.name, str(a.type)) for a in _overload(name)._schema.arguments]

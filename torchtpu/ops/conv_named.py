@@ -44,6 +44,13 @@ def slow_conv2d_backward(
     return dx, None if dweight is None else dweight.view_as(weight), dbias
 
 
+@composed("_slow_conv2d_backward.grad_input")
+def slow_conv2d_gradients(
+    grad_output: Tensor, self: Tensor, weight: Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
+) -> tuple[Tensor | None, ...]:
+    return slow_conv2d_backward(grad_output, self, weight, kernel_size, stride, padding, [True, True, True])
+
+
 @composed("slow_conv_dilated2d", "slow_conv_dilated3d")
 def slow_conv_dilated(
     self: Tensor,

@@ -133,8 +133,9 @@ def composed(*names: str) -> Register:
     """Registers the decorated function as the kernel of ATen ops that are calls of other ops of the device.
 
     It gets the op's arguments as torch tensors at every call and may look at what a lowering cannot: strides, and
-    counts on the device (`counts.read`).  An out= variant follows from the functional op.  Of an op that has a lowering
-    too it gets the calls that cannot be recorded.
+    counts on the device (`counts.read`).  An out= variant follows from the functional op; where PyTorch has none, the
+    function returns what the out= op writes.  Of an op that has a lowering too it gets the calls that cannot be
+    recorded.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
