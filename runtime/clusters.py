@@ -7,24 +7,19 @@ once this way. Whether it pays is judged from the ops and the constants of the p
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .calls import Parameter, results_of, written
+from .fences import STORED
 from .fragments import Fragments
 from .parts import Part, bases_of, operands, size_of, split
 from .region import Lifted, Op, Operand, Program, Write
 from .repeats import Run, find_runs
 from .tracing import Fragment
 
-# Ops whose results XLA stores whatever follows them: what lies between two of these is fused.
-_STORED = re.compile(
-    r"\bstablehlo\.(?:dot|dot_general|convolution|reduce_window|select_and_scatter|scatter|gather|sort|while|custom_call"
-    r"|fft|cholesky|triangular_solve|rng_bit_generator)\b"
-)
 _SHORTEST = 8  # ops that a run repeats at least
 _HOT = 100  # launches after which a region is worth compiling whole, at least
 _MS_A_LAUNCH = 40.0  # milliseconds of compiling that each launch so far is worth
@@ -138,7 +133,7 @@ class _Finder:
     def __init__(self, program: Program, fragments: Sequence[Fragment]) -> None:
         self._program = program
         self._lines = [1 + fragment.text.count("\n") for fragment in fragments]
-        self._is_stored = [bool(_STORED.search(fragment.text)) for fragment in fragments]
+        self._is_stored = [bool(STORED.search(fragment.text)) for fragment in fragments]
         self._sizes = {value: size_of(base) for value, base in bases_of(program).items()}
         self._used_at: dict[int | None, list[int]] = {}
         for i, op in enumerate(program.ops):

@@ -15,6 +15,7 @@ import torch
 from . import views
 from .again import barrier, repeated
 from .calls import Parameter, results_of, written
+from .fences import fence, find_fences
 from .fragments import Fragments
 from .hlo import tensor_type
 from .lists import take_apart
@@ -63,7 +64,7 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     """
     live = _live_calls(program, fragments)
     waits = repeated(live, fragments.repeats)
-    writer = _Writer(program, is_flat)
+    writer = _Writer(program, is_flat, find_fences(live, program.outputs, fragments.platform))
     for place, call in enumerate(live):
         writer.add(call, waits.get(place))
     return writer.finish()
@@ -96,6 +97,18 @@ class _Call:
         """For each array it makes: the value of which a part stays, or None."""
         for target, old in zip(self.made, self.under, strict=True):
             yield old if isinstance(target, Write) and _needs_old(target) else None
+
+    def read(self) -> set[int]:
+        """The values that it takes, those of which a part stays included."""
+        taken = [self.parameters[n] for n in self.fragment.used]
+        values = {p.value for p in taken if type(p) is Operand} | set(self.kept())
+        return {value for value in values if value is not None}
+
+    def stored_whole(self) -> Iterator[tuple[int, Base]]:
+        """The values that it computes every element of, and their arrays."""
+        for target, forwarded, old in zip(self.made, self.fragment.forwards, self.kept(), strict=True):
+            if forwarded is None and old is None:
+                yield target.value, target.base
 
 
 def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
@@ -133,9 +146,10 @@ class _Writer:
     `names`, `layouts` and `sources` hold, per value, its name in the text, the array it is, and what it depends on.
     """
 
-    def __init__(self, program: Program, is_flat: bool) -> None:
+    def __init__(self, program: Program, is_flat: bool, fenced: set[int]) -> None:
         self._program = program
         self._is_flat = is_flat
+        self._fenced = fenced
         self._offsets: dict[int, frozenset[Digit]] = {}
         self._lines: list[str] = []
         self._functions: dict[str, str] = {}
@@ -169,6 +183,8 @@ class _Writer:
             else:
                 self._names[target.value] = self._apply(target, name, old)
             self._layouts[target.value] = target.base
+            if target.value in self._fenced:
+                self._names[target.value] = self._stored(self._names[target.value], target.base)
 
     def finish(self) -> Module:
         """The module's text, with its outputs, its checks and its donated inputs."""
@@ -216,6 +232,13 @@ class _Writer:
         line, (*made, self._names[value]) = barrier(f"%r{self._next()}", [*zip(arguments, types, strict=True), waited])
         self._lines.append(line)
         return made
+
+    def _stored(self, name: str, base: Base) -> str:
+        symbol, text, kind = fence(base)
+        self._functions.setdefault(symbol, text)
+        stored = f"%r{self._next()}"
+        self._lines.append(f"    {stored} = call @{symbol}({name}) {kind}")
+        return stored
 
     def _call(self, fragment: Fragment, arguments: list[str]) -> list[str]:
         self._functions.setdefault(fragment.symbol, fragment.text)

@@ -1,0 +1,74 @@
+"""What XLA would compute again for each of its consumers is stored: in come programs, out come their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import pytest
+import torch
+from record_support import Record
+from test_engine import TABLE, compile_, make_engine, text_of
+
+from torchtpu.ops.registry import Lowering
+from torchtpu.runtime.engine import Engine
+from torchtpu.runtime.region import Program
+
+LOWERINGS = {**TABLE, "tanh": Lowering("tanh", jnp.tanh)}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = make_engine(lowerings=LOWERINGS)
+    yield engine
+    engine.close()
+
+
+def mix(ops: int, elements: int) -> Program:
+    """Each op reads three of four live values and takes the place of one."""
+    record = Record()
+    live = [record.input(torch.ones(elements)) for _ in range(4)]
+    with record:
+        for i in range(ops):
+            a, b, c = (live[(i + k) % 4] for k in range(3))
+            live[i % 4] = torch.tanh(a) * b + c
+    return record.program(*live)
+
+
+@pytest.mark.parametrize("elements", [64, 100_000])
+def test_work_does_not_multiply_with_the_consumers(engine: Engine, elements: int) -> None:
+    executable = compile_(engine, mix(30, elements))
+    (module,) = executable.run.hlo_modules()
+    assert 30 <= module.to_string().count(" multiply(") <= 90  # without fences 338
+
+
+def test_a_value_with_one_consumer_is_fused_into_it(engine: Engine) -> None:
+    record = Record()
+    x = record.input(torch.ones(100_000))
+    with record:
+        y = torch.tanh(torch.tanh(x) * x) + x
+    assert "inlineable" not in text_of(engine, record.program(y))
+
+
+def test_what_is_cheap_is_computed_again(engine: Engine) -> None:
+    record = Record()
+    x = record.input(torch.ones(100_000))
+    with record:
+        y = x + x
+        made = y * x, torch.relu(y)
+    assert "inlineable" not in text_of(engine, record.program(*made))
+
+
+def test_a_dear_value_is_stored_once(engine: Engine) -> None:
+    record = Record()
+    x = record.input(torch.ones(100_000))
+    with record:
+        y = torch.tanh(x) + x
+        made = y * x, torch.relu(y)
+    assert text_of(engine, record.program(*made)).count("inlineable") == 1
+
+
+def test_other_platforms_store_nothing(engine: Engine) -> None:
+    assert "inlineable" in text_of(engine, mix(30, 100_000))
+    engine.fragments.platform = "tpu"
+    assert "inlineable" not in text_of(engine, mix(30, 100_000))
