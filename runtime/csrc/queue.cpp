@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "bridge.h"
+#include "handover.h"
 
 namespace torchtpu {
 
@@ -34,7 +35,6 @@ struct Queue {
   uint64_t next_sequence = 0, next_done = 0;
   bool is_stopping = false;
   std::thread::id stopper;  // the thread that stops
-  PyObject* unseen_error = nullptr;
   std::vector<std::thread> threads;
 
   // Held while the front of `works` is launched: launches happen in one order, in whichever thread is there first.
@@ -183,6 +183,7 @@ void launch_loop() {
   py::gil_scoped_acquire thread_state;  // kept for the thread's life: acquiring again is then cheap
   py::gil_scoped_release idle;
   for (;;) {
+    bool is_urgent;
     {
       std::unique_lock<std::mutex> lock(queue->mutex);
       queue->to_launch.wait(lock, [] {
@@ -191,11 +192,13 @@ void launch_loop() {
         return can_launch || queue->is_stopping;
       });
       queue->to_launch.wait_for(lock, kLaunchDelay, [] { return queue->is_stopping || queue->is_urgent; });
-      queue->is_urgent = false;
+      is_urgent = std::exchange(queue->is_urgent, false);
       if (queue->is_stopping) return;
     }
     std::lock_guard<std::mutex> order(queue->order);
+    if (!is_urgent) await_gil();
     py::gil_scoped_acquire gil;  // once for all that wait
+    took_gil();
     while (launch_front()) {
     }
   }
@@ -297,6 +300,7 @@ void hurry_launcher() {
     queue->is_urgent = true;
   }
   queue->to_launch.notify_one();
+  hurry_gil();
 }
 
 int64_t queue_length() {
@@ -375,73 +379,6 @@ void plan_failed(Plan& plan, PyObject* error) {
   plan.error = error;
   plan.state = Plan::kFailed;
   notify();
-}
-
-void work_done(Work& work, const std::vector<PyObject*>& objects, const std::vector<PyObject*>& guards) {
-  for (size_t i = 0; i < work.outputs.size(); i++) {
-    auto& buffer = work.outputs[i];
-    if (!buffer) continue;
-    Py_INCREF(objects[i]);
-    buffer->object = objects[i];
-    if (!guards.empty()) {
-      Py_XINCREF(guards[i]);
-      buffer->guard = guards[i];
-    }
-    buffer->state.store(BufferState::kReady, std::memory_order_release);
-  }
-  work.outputs.clear();
-}
-
-namespace {
-void keep_unseen(PyObject* error) {
-  std::lock_guard<std::mutex> lock(queue->mutex);
-  if (queue->unseen_error) return;
-  Py_INCREF(error);
-  queue->unseen_error = error;
-}
-}  // namespace
-
-void work_spoil(Work& work, size_t output, PyObject* error) {
-  BufferRef buffer = std::move(work.outputs[output]);
-  if (!buffer) return;
-  Py_INCREF(error);
-  buffer->error = error;
-  buffer->state.store(BufferState::kError, std::memory_order_release);
-  if (!work.is_slice) keep_unseen(error);  // the region will fail too, if it is computed
-}
-
-void work_failed(Work& work, PyObject* error) {
-  for (size_t i = 0; i < work.outputs.size(); i++) work_spoil(work, i, error);
-  work.outputs.clear();
-  if (!work.is_slice) keep_unseen(error);
-}
-
-void raise_unseen_error() {
-  PyObject* error;
-  {
-    std::lock_guard<std::mutex> lock(queue->mutex);
-    error = std::exchange(queue->unseen_error, nullptr);
-  }
-  if (!error) return;
-  defer_decref(error);
-  raise_stored(error);
-}
-
-void mark_seen(PyObject* error) {
-  std::lock_guard<std::mutex> lock(queue->mutex);
-  if (queue->unseen_error != error) return;
-  queue->unseen_error = nullptr;
-  defer_decref(error);
-}
-
-// ---- errors
-
-std::string describe_run(const Plan& plan, const CodePlace* entry, const std::string& line) {
-  const Node* first = plan.node;
-  while (first->parent->info) first = first->parent;
-  std::string entered = entry ? entry->line() : "";
-  if (!entered.empty() && !first->line.empty() && entered != first->line) return "entered from " + entered;
-  return line.empty() || plan.line.empty() || line == plan.line ? "" : "ended at " + line;
 }
 
 // ---- shutdown

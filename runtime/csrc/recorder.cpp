@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "bridge.h"
+#include "handover.h"
 #include "infer.h"
 #include "queue.h"
 #include "slice.h"
@@ -392,6 +393,7 @@ void note_entry(Recorder& r) {
 
 bool RecordKernel::hit(const IValue* args, Results& results, bool is_retry) const {
   check_running();
+  offer_gil();
   c10::DeviceIndex device = find_device(info, args);
   Recorder& r = recorder_for(device);
   if (C10_UNLIKELY(r.detour != nullptr)) {
