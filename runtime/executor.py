@@ -47,8 +47,8 @@ class Executable:
     """What a plan is given: a loaded program with all that a launch needs of it."""
 
     __slots__ = (
-        "_flat", "_make_flat", "about", "checks", "fitted", "handlers", "inputs", "is_fresh", "kind_of", "kinds",
-        "loaded", "offsets", "run",
+        "_flat", "_make_flat", "about", "checks", "common", "fitted", "handlers", "has_one_own", "inputs", "is_fresh",
+        "kind_of", "kinds", "loaded", "offsets", "run",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +69,8 @@ class Executable:
         self.handlers = client.handlers(outputs, device)
         self.checks = plan.checks
         self.kinds = tuple(dict.fromkeys(plan.sources))  # the different sets of inputs and checks outputs depend on
+        self.common = functools.reduce(operator.and_, self.kinds, -1)  # what all outputs depend on
+        self.has_one_own = len({kind >> len(self.inputs) for kind in self.kinds}) == 1  # and on the same checks
         numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
         self.kind_of = [numbers[sources] for sources in plan.sources]
         self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
@@ -311,7 +313,8 @@ def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Gua
     """A guard for each output that depends on a check which is not known to have passed."""
     own_guards: dict[tuple[int, tuple[Guard, ...]], Guard] = {}  # outputs that depend on the same share one
     made: list[Guard | None] = []
-    for sources in executable.kinds:
+    is_alike = executable.has_one_own and all(inputs & executable.common for inputs in doubts.values())
+    for sources in executable.kinds[:1] if is_alike else executable.kinds:
         own = sources >> len(executable.inputs)
         earlier = tuple(guard for guard, inputs in doubts.items() if inputs & sources)
         if own or len(earlier) > 1:
@@ -320,7 +323,7 @@ def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Gua
             made.append(earlier[0] if earlier else None)
     if outcome:
         outcome.guarded_by(own_guards.values())
-    return [made[kind] for kind in executable.kind_of]
+    return made * len(executable.kind_of) if is_alike else [made[kind] for kind in executable.kind_of]
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -193,7 +193,7 @@ class Client:
         On the CPU platform the array shares the tensor's memory where that is aligned to 64 bytes.
         """
         # A transposed tensor would import with a transposed layout, and a launch checks only the size in bytes.
-        assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous CPU tensors are uploaded"
+        assert tensor.is_contiguous() and tensor.is_cpu, "only contiguous CPU tensors are uploaded"
         aval = _aval(tuple(tensor.shape), tensor.dtype)
         data, home = _numpy(tensor.detach()), self.devices[device]
         # Without enable_x64, 64-bit types would lose half their bits.
