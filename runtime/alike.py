@@ -31,7 +31,7 @@ class Lifting:
 
 
 class Numbers:
-    """The numbers in a program's ops, in order; `digest` is that of the program whatever they are."""
+    """The numbers in a program's ops, in order; `blank` is the program with zeros, and has the `digest`."""
 
     def __init__(self, program: Program, is_structural: IsStructural) -> None:
         self._program = program
@@ -42,7 +42,7 @@ class Numbers:
             found.append(number)
             return type(number)(0)
 
-        blank = self._rewritten(see)
+        self.blank = blank = self._rewritten(see)
         ops = [replace(op, line="") for op in blank.ops]
         self.digest = hashlib.sha256(repr(replace(blank, ops=tuple(ops), line="")).encode()).hexdigest()
         self.bits = [n if isinstance(n, int) else struct.unpack("<q", struct.pack("<d", n))[0] for n in found]

@@ -16,7 +16,7 @@ from .compiler import Loaded
 from .counters import Counters
 from .guards import Guard, Outcome, recorded_at, unsettled
 from .host_calls import HostCall
-from .joint import Joint
+from .joint import Core, Joint
 from .ladder import Ladder
 from .log import write
 from .memory import Flight, Memory, nbytes_of, show_bytes
@@ -141,6 +141,8 @@ class Executor:
             return self._call(work)
         if isinstance(executable, Joint):
             return self._meet(work, executable)
+        if isinstance(executable, Core):
+            return self._together(work, executable)
         form = executable.clusters if isinstance(executable, Ladder) else executable
         try:
             parts = self._in_parts(work, form) if self._memory.limit(work.device) else None
@@ -179,10 +181,21 @@ class Executor:
         """Launches a region together with the other ranks, or its parts in turn."""
         try:
             agreed = joint.agreed(work)
-            if agreed is None:
-                return joint.parts.run(work, self.launch)
-            executable, given = agreed
-            self._run(given, executable, 0, functools.partial(joint.launch, work))
+            if isinstance(agreed, Core):
+                return self._together(work, agreed)
+            (agreed or joint.parts).run(work, self.launch)
+        except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
+            _forget_frames(error)
+            work.failed(error)
+
+    def _together(self, work: Any, core: Core) -> None:
+        """Launches a program as all other ranks do."""
+        try:
+            errors = work.errors()
+            if errors:
+                core.skip(errors[0][0], work)
+                return work.failed(errors[0][0])
+            self._run(core.given(work), core.ready(), 0, functools.partial(core.launch, work))
         except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
             _forget_frames(error)
             work.failed(error)

@@ -60,7 +60,8 @@ class Joints:
         if not homes and len(program.ops) == 1:
             return self._call(program, device)
         make_form = functools.partial(self._form, device, homes) if homes else None
-        return Joint(program, collectives, self._is_structural, make_form, self._parts(program, device))
+        build = functools.partial(self._build, device=device)
+        return Joint(program, collectives, self._is_structural, make_form, build, self._parts(program, device))
 
     def _call(self, program: Program, device: int) -> HostCall:
         return HostCall(self._client, program, device, self._collectives.perform, self._collectives.skip)

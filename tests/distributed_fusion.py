@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import os
 import random
@@ -12,7 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtpu import metrics
@@ -58,6 +62,46 @@ def an_fsdp2_step_is_one_program() -> None:
     last = train(model)
     assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 5, last
     assert last["launches"] <= 2, last
+
+
+def unequal_shards_are_fused() -> None:
+    """13 rows, 3, and 1: of some parameters a rank has fewer rows than others, or none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 13), nn.GELU(), nn.Linear(13, 3), nn.Linear(3, 1), nn.Linear(1, 8)).to("tpu")
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    last = train(model)
+    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 5, last
+
+
+def a_vocabulary_in_unequal_parts_is_fused() -> None:
+    """Its embedding, its product and its loss; and what it learns is what one process learns."""
+    mesh = init_device_mesh("tpu", (dist.get_world_size(),))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(57, 8), nn.Linear(8, 57, bias=False))
+
+    model, alone = make().to("tpu"), make()
+    plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(use_local_output=False)}
+    parallelize_module(model, mesh, plan)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, alone)]
+    before = counts()
+    for step in range(STEPS):
+        before = counts()
+        tokens = torch.randint(57, (6,), generator=torch.Generator().manual_seed(step))
+        losses = []
+        for m, optimizer, device in zip((model, alone), optimizers, ("tpu", "cpu"), strict=True):
+            with loss_parallel() if device == "tpu" else contextlib.nullcontext():
+                loss = nn.functional.cross_entropy(m(tokens.to(device)), tokens.to(device).flip(0))
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+        torch.testing.assert_close(losses[0].item(), losses[1].item(), rtol=1e-6, atol=1e-6)
+    last = {name: value - before[name] for name, value in counts().items()}
+    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 4, last
 
 
 def one_rank_may_print() -> None:
@@ -122,6 +166,8 @@ def main() -> None:
     steps = int(sys.argv[1])
     an_fsdp2_step_is_one_program()
     a_ddp_step_is_one_program()
+    unequal_shards_are_fused()
+    a_vocabulary_in_unequal_parts_is_fused()
     one_rank_may_print()
     a_waiting_rank_does_not_hold_up_the_others()
     random_steps(steps)

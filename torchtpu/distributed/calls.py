@@ -23,7 +23,7 @@ import torch.library
 
 from torchtpu.ops.registry import LOWERINGS, Lowering
 from torchtpu.runtime import _C
-from torchtpu.runtime.joint import Verdict
+from torchtpu.runtime.joint import Ballot, Verdict
 
 from . import lowering
 from .flight import recorder
@@ -39,8 +39,8 @@ class Owner(Protocol):
     name: str
 
     def begin(self, call: Call) -> None: ...
-    def agree(self, calls: Sequence[Call], identity: str, alike: str) -> Verdict: ...
-    def compare(self, numbers: Sequence[int]) -> list[int]: ...
+    def agree(self, calls: Sequence[Call], ballot: Ballot) -> Verdict: ...
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]: ...
     def explain(self, call: Call, error: BaseException) -> BaseException: ...
     def timeout(self) -> float: ...
 
@@ -197,14 +197,14 @@ class Recorded:
         call.error = error
         call.finished.set()
 
-    def agree(self, tickets: Sequence[float], identity: str, alike: str) -> Verdict:
+    def agree(self, tickets: Sequence[float], ballot: Ballot) -> Verdict:
         calls = [_waiting[int(ticket)] for ticket in tickets]
         _totals.votes += 1
-        return self._ask(tickets, lambda: calls[0].owner.agree(calls, identity, alike))
+        return self._ask(tickets, lambda: calls[0].owner.agree(calls, ballot))
 
-    def compare(self, tickets: Sequence[float], numbers: Sequence[int]) -> list[int]:
+    def tell(self, tickets: Sequence[float], numbers: Sequence[int]) -> list[list[int]]:
         owner = _waiting[int(tickets[0])].owner
-        return self._ask(tickets, lambda: owner.compare(numbers))
+        return self._ask(tickets, lambda: owner.tell(numbers))
 
     def _ask(self, tickets: Sequence[float], ask: Callable[[], T]) -> T:
         """What the ranks say of these calls. An error is that of all of them."""

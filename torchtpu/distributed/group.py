@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from torchtpu.runtime import _C
-from torchtpu.runtime.joint import Verdict
+from torchtpu.runtime.joint import Ballot, Verdict
 
 from .calls import Call, record, whole
 from .flight import recorder
@@ -293,15 +293,17 @@ class Group:
             self._unfinished = [c for c in self._unfinished if not c.finished.is_set()]
             self._unfinished.append(call)
 
-    def agree(self, calls: Sequence[Call], identity: str, alike: str) -> Verdict:
+    def agree(self, calls: Sequence[Call], ballot: Ballot) -> Verdict:
         self._refuse_after_failure()
         self._peers.begin(calls[0])
         calls[0].is_agreed = True
-        return self._peers.agree(calls, identity, alike, self._transport.meet)
+        return self._peers.agree(calls, ballot, self._transport.meet)
 
-    def compare(self, numbers: Sequence[int]) -> list[int]:
-        everyones = self._transport.meet(numbers)
-        return [i for i, values in enumerate(zip(*everyones, strict=True)) if len(set(values)) > 1]
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        lengths = [length for (length,) in self._transport.meet([len(numbers)])]
+        padded = [*numbers, *[0] * (max(lengths) - len(numbers))]
+        everyones = self._transport.meet(padded) if padded else [[] for _ in lengths]
+        return [found[:length] for found, length in zip(everyones, lengths, strict=True)]
 
     def timeout(self) -> float:
         return self._timeout.total_seconds()
@@ -330,7 +332,7 @@ class Group:
             self._refuse_after_failure()
             self._peers.begin(call)
             if is_for_all and not call.is_agreed:
-                self._peers.agree([call], "", "", self._transport.meet)
+                self._peers.agree([call], Ballot("", "", may_split=False), self._transport.meet)
             return run(tensor)
 
         call.run = begin

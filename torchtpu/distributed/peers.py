@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 import torchtpu
-from torchtpu.runtime.joint import Verdict
+from torchtpu.runtime.joint import Ballot, Verdict
 
 from .flight import recorder
 
@@ -58,19 +58,22 @@ class Peers:
         self.last = call
         call.is_started = True
 
-    def agree(self, calls: Sequence[Call], identity: str, alike: str, meet: Meet) -> Verdict:
-        """What all ranks are about to launch, where these calls are in a program of this identity ("" for none) that
-        is `alike` whatever its numbers. DistBackendError says what each rank is at where they are at different calls.
+    def agree(self, calls: Sequence[Call], ballot: Ballot, meet: Meet) -> Verdict:
+        """What all ranks are about to launch, where these calls are in the program of this ballot (its identity is ""
+        for none). DistBackendError says what each rank is at where they are at different calls.
         """
         call = calls[0]
-        everyones = meet([_word(call), _word(*calls), *(_number(text) if text else 0 for text in (identity, alike))])
+        words = [_number(text) if text else 0 for text in (ballot.identity, ballot.alike)]
+        everyones = meet([_word(call), _word(*calls), *words, ballot.may_split])
         if all(words[0] == everyones[0][0] for words in everyones):
-            calls_of, programs, likes = (set(words) for words in list(zip(*everyones, strict=True))[1:])
+            calls_of, programs, likes, splits = (set(words) for words in list(zip(*everyones, strict=True))[1:])
             if len(calls_of) > 1:
                 return Verdict.OTHER
             if len(programs) == 1 and programs != {0}:
                 return Verdict.SAME
-            return Verdict.ALIKE if len(likes) == 1 and likes != {0} else Verdict.OTHER
+            if len(likes) == 1 and likes != {0}:
+                return Verdict.ALIKE
+            return Verdict.SPLIT if splits == {1} else Verdict.OTHER
         self._store.set(f"{call.sequence}/{self._rank}", str(call))
         keys = [f"{call.sequence}/{rank}" for rank in range(len(self._ranks))]
         told = ", ".join(
