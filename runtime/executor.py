@@ -21,6 +21,7 @@ from .ladder import Ladder
 from .log import write
 from .memory import Flight, Memory, nbytes_of, show_bytes
 from .observe import Called, Launched, Observer
+from .pieces import Pieces
 from .sequence import Sequence as Parts
 from .views import fits
 
@@ -139,7 +140,7 @@ class Executor:
         executable = executable or work.executable
         if isinstance(executable, HostCall):
             return self._call(work)
-        if isinstance(executable, Joint):
+        if isinstance(executable, (Joint, Pieces)):
             return self._meet(work, executable)
         if isinstance(executable, Core):
             return self._together(work, executable)
@@ -177,16 +178,30 @@ class Executor:
             _forget_frames(error)
             work.failed(error)
 
-    def _meet(self, work: Any, joint: Joint) -> None:
+    def _meet(self, work: Any, joint: Joint | Pieces) -> None:
         """Launches a region together with the other ranks, or its parts in turn."""
         try:
-            agreed = joint.agreed(work)
-            if isinstance(agreed, Core):
-                return self._together(work, agreed)
-            (agreed or joint.parts).run(work, self.launch)
+            if isinstance(joint, Pieces):
+                joint.run(work, self._try_to_meet, self.launch)
+            elif not self._try_to_meet(work, joint):
+                joint.parts.run(work, self.launch)
         except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
             _forget_frames(error)
             work.failed(error)
+
+    def _try_to_meet(self, work: Any, joint: Joint) -> bool:
+        """Launches what the ranks of a joint region agree on; whether they do. What fails is the work's."""
+        try:
+            agreed = joint.agreed(work)
+            if isinstance(agreed, Core):
+                self._together(work, agreed)
+            elif agreed is not None:
+                agreed.run(work, self.launch)
+        except BaseException as error:  # noqa: BLE001 -- as above
+            _forget_frames(error)
+            work.failed(error)
+            return True
+        return agreed is not None
 
     def _together(self, work: Any, core: Core) -> None:
         """Launches a program as all other ranks do."""

@@ -16,9 +16,10 @@ from .host_calls import HostCall
 from .joint import Collectives, Form, Joint, ends_around
 from .observe import Observer
 from .parts import split
+from .pieces import Pieces
 from .pjrt import Client
 from .plans import Plan, Plans
-from .region import Program
+from .region import Op, Program
 from .sequence import Sequence as Parts
 
 
@@ -50,18 +51,36 @@ class Joints:
         """Whether the program has collectives."""
         return any(op.name == self._collectives.op for op in program.ops)
 
-    def executable(self, program: Program, device: int) -> Joint | HostCall | None:
+    def executable(self, program: Program, device: int) -> Joint | Pieces | HostCall | None:
         """What runs a program with collectives, as a whole where the ranks agree, else in parts; None without any."""
         collectives = self._collectives
         if not self.concern(program):
             return None
         found = {collectives.homes(op) for op in program.ops if op.name == collectives.op}
-        homes = found.pop() if len(found) == 1 else ()
-        if not homes and len(program.ops) == 1:
+        if len(found) > 1 and () not in found:
+            joint_of, run_alone = (functools.partial(f, device=device) for f in (self._joint, self._alone))
+            return Pieces(program, collectives.op, self.group_of, joint_of, run_alone)
+        if () in found and len(program.ops) == 1:
             return self._call(program, device)
+        return self._joint(program, device)
+
+    def group_of(self, op: Op) -> Homes | None:
+        """The devices that launch an op together, where it is a collective."""
+        return self._collectives.homes(op) if op.name == self._collectives.op else None
+
+    def _joint(self, program: Program, device: int) -> Joint:
+        collectives = self._collectives
+        found = {homes for op in program.ops if (homes := self.group_of(op)) is not None}
+        homes = found.pop() if len(found) == 1 else ()
         make_form = functools.partial(self._form, device, homes) if homes else None
-        build = functools.partial(self._build, device=device)
-        return Joint(program, collectives, self._is_structural, make_form, build, self._parts(program, device))
+        return Joint(
+            program,
+            collectives,
+            self._is_structural,
+            make_form,
+            lambda part: self._build(part, device),
+            self._parts(program, device),
+        )
 
     def _call(self, program: Program, device: int) -> HostCall:
         return HostCall(self._client, program, device, self._collectives.perform, self._collectives.skip)
@@ -71,11 +90,13 @@ class Joints:
 
         @functools.cache
         def executable_of(number: int) -> Any:
-            part = parts[number].program
-            is_call = part.ops[0].name == self._collectives.op
-            return self._call(part, device) if is_call else self._build(part, device)
+            return self._alone(parts[number].program, device)
 
         return Parts(program, parts, executable_of)
+
+    def _alone(self, program: Program, device: int) -> Any:
+        is_call = program.ops[0].name == self._collectives.op
+        return self._call(program, device) if is_call else self._build(program, device)
 
     def _form(self, device: int, homes: Homes, program: Program, is_flat: bool) -> Form:
         plan = self._plans.find(program, is_flat=is_flat, homes=homes)

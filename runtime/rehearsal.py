@@ -17,6 +17,7 @@ from .host_calls import number_of
 from .joint import Collectives, ends_around
 from .manifest import Journal, Outcome
 from .parts import split
+from .pieces import ordered, split_by_group
 from .region import Base, Program
 
 _HISTORY = 4096
@@ -62,14 +63,18 @@ class Rehearsal:
 
     def plan(self, plan: Any) -> None:
         """Notes the plan's program; its executable is what it would return."""
-        program, op = plan.program, self._collectives.op
-        calls = [call for call in program.ops if call.name == op]
+        program, name = plan.program, self._collectives.op
+        calls = [call for call in program.ops if call.name == name]
         homes = {self._collectives.homes(call) for call in calls}
         self.counters.regions_planned += 1
         identity = ""
-        if calls and (len(homes) > 1 or () in homes):  # these run on the hosts, between programs
-            for part in split(program, ends_around(program, op)):
-                if part.program.ops[0].name != op:
+        if len(homes) > 1 and () not in homes:
+            pieces = split_by_group(program, lambda op: self._collectives.homes(op) if op.name == name else None)
+            for part in split(*ordered(program, pieces)):
+                self._note(part.program)
+        elif calls and () in homes:  # these run on the hosts, between programs
+            for part in split(program, ends_around(program, name)):
+                if part.program.ops[0].name != name:
                     self._note(part.program)
         else:
             identity = self._note(program)

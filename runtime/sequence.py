@@ -60,17 +60,37 @@ class Sequence:
 
     def run(self, work: Any, launch: Callable[[Any], None]) -> None:
         """Launches the parts in order; tells the work what came of it."""
-        state = _State(work)
-        floats, ints = work.floats, work.ints
-        for number, part in enumerate(self.parts):
-            own_floats = floats.index_select(0, self._floats[number]) if part.floats else None
-            own_ints = self._offsets[number] if part.offsets else None
-            if part.ints:
-                taken = ints.index_select(0, self._ints[number])
-                own_ints = taken if own_ints is None else torch.cat([taken, own_ints])
-            launch(PartWork(state, part, self._executable_of(number), own_floats, own_ints))
-            for value in self._dying[number]:
-                state.forget(value)
+        self.go_on(self.begin(work), 0, launch)
+
+    def begin(self, work: Any) -> State:
+        """What is known before the first part."""
+        return State(work)
+
+    def go_on(self, state: State, first: int, launch: Callable[[Any], None]) -> None:
+        """Launches the parts from the first of these on; tells the work what came of all."""
+        for number in range(first, len(self.parts)):
+            launch(self.part_work(state, number))
+            self.forget(state, number)
+        self.finish(state)
+
+    def part_work(self, state: State, number: int) -> PartWork:
+        """What a part is launched with."""
+        part, floats, ints = self.parts[number], state.work.floats, state.work.ints
+        own_floats = floats.index_select(0, self._floats[number]) if part.floats else None
+        own_ints = self._offsets[number] if part.offsets else None
+        if part.ints:
+            taken = ints.index_select(0, self._ints[number])
+            own_ints = taken if own_ints is None else torch.cat([taken, own_ints])
+        return PartWork(state, part, self._executable_of(number), own_floats, own_ints)
+
+    def forget(self, state: State, number: int) -> None:
+        """Lets go of what no part after this one takes."""
+        for value in self._dying[number]:
+            state.forget(value)
+
+    def finish(self, state: State) -> None:
+        """Tells the work what came of it."""
+        work = state.work
         for k, value in enumerate(self._outputs):
             if value in state.errors:
                 work.spoil(k, state.errors[value])
@@ -84,7 +104,7 @@ class Sequence:
         state.arrays.clear()  # the outcome of a check may hold the state
 
 
-class _State:
+class State:
     """The values between the parts of a work: their arrays, their guards, what went wrong with them."""
 
     def __init__(self, work: Any) -> None:
@@ -110,7 +130,7 @@ class PartWork:
     __slots__ = ("_part", "_spoiled", "_state", "device", "executable", "floats", "ints", "is_slice", "region")
 
     def __init__(
-        self, state: _State, part: Part, executable: Any, floats: torch.Tensor | None, ints: torch.Tensor | None
+        self, state: State, part: Part, executable: Any, floats: torch.Tensor | None, ints: torch.Tensor | None
     ) -> None:
         self.executable = executable
         self.device = state.device

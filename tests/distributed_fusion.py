@@ -104,6 +104,24 @@ def a_vocabulary_in_unequal_parts_is_fused() -> None:
     assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 4, last
 
 
+def groups_of_two_dimensions_are_fused() -> None:
+    """Hybrid sharding, and data parallel layers that are tensor parallel: a program for the ranks of each group."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("tpu", (2, size // 2), mesh_dim_names=("data", "inner"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to("tpu")
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    last = train(fully_shard(model, mesh=mesh))
+    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 5, last
+    assert last["launches"] <= 5, last
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to("tpu")
+    parallelize_module(model, mesh["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    last = train(fully_shard(model, mesh=mesh["data"]))
+    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 3, last
+
+
 def one_rank_may_print() -> None:
     """Rank 0 reads in mid-step, computes what nobody else does, and leaves out what others do."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -168,6 +186,7 @@ def main() -> None:
     a_ddp_step_is_one_program()
     unequal_shards_are_fused()
     a_vocabulary_in_unequal_parts_is_fused()
+    groups_of_two_dimensions_are_fused()
     one_rank_may_print()
     a_waiting_rank_does_not_hold_up_the_others()
     random_steps(steps)
