@@ -40,6 +40,33 @@ def sort_stable(x, *, stable=None, dim=-1, descending=False):
     return tuple(jnp.flip(a, dim) for a in lax.sort(backwards, dimension=dim, num_keys=1, is_stable=True))
 
 
+@lowering("sort", infer=_infer_sort, platform="cpu")
+def sort_on_cpu(x, dim=-1, descending=False):
+    return sort_stable_on_cpu(x, stable=True, dim=dim, descending=descending)
+
+
+@lowering("sort.stable", infer=_infer_sort, platform="cpu")
+def sort_stable_on_cpu(x, *, stable=None, dim=-1, descending=False):
+    # XLA:CPU sorts single integers four times as fast as pairs: value and position share one.
+    if x.ndim == 0 or x.dtype.itemsize > 4 or x.dtype == jnp.uint32:
+        return sort_stable(x, stable=stable, dim=dim, descending=descending)
+    dim %= x.ndim
+    rank = _rank(x)
+    high = (~rank if descending else rank).astype(jnp.int64) << 32
+    position = lax.sort(high | lax.broadcasted_iota(jnp.int64, x.shape, dim), dimension=dim) & 0xFFFFFFFF
+    return _pick(x, position, dim), position
+
+
+def _rank(x: Any) -> Any:
+    """int32 in the order of `x`, whose NaNs are equal and last."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.int32)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    magnitude = bits & 0x7FFFFFFF  # integers, as comparisons of floats take subnormal ones for zero
+    rank = jnp.where(bits < 0, -magnitude, magnitude)
+    return jnp.where(magnitude > 0x7F800000, 0x7FFFFFFF, rank)
+
+
 @lowering("topk")
 def topk(x, k, dim=-1, largest=True, sorted=True):
     if x.ndim == 0:

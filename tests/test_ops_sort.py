@@ -1,0 +1,27 @@
+"""Order on platform cpu: in come values with NaNs and equal elements, out go PyTorch's order and positions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+ODD = [0.0, -0.0, math.nan, math.inf, -math.inf, 1.5, -1.5, 3e-39, -3e-39, -math.nan, 1.5, 65504.0]
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.bool]
+)
+def test_sorting_keeps_equal_elements_in_order_and_nans_last(dtype: torch.dtype, *, descending: bool) -> None:
+    values = torch.tensor(ODD * 3).reshape(4, 9)
+    x = values.nan_to_num(7, 100, -100).abs().to(dtype) if not dtype.is_floating_point else values.to(dtype)
+    for dim in (0, 1):
+        expected = torch.sort(x, dim=dim, descending=descending, stable=True)
+        made = torch.sort(x.to("tpu"), dim=dim, descending=descending, stable=True)
+        assert torch.equal(made.indices.cpu(), expected.indices)
+        torch.testing.assert_close(made.values.cpu(), expected.values, rtol=0, atol=0, equal_nan=True)
+        if dtype.is_floating_point:
+            signs = made.values.cpu().signbit(), expected.values.signbit()
+            assert torch.equal(*(sign & ~expected.values.isnan() for sign in signs))
