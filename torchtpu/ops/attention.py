@@ -33,15 +33,15 @@ def _dot(x: Any, y: Any, over: tuple[int, int], ctx: Any) -> Any:
     return contract(x, y, ((over[0],), (over[1],)), ((0, 1), (0, 1)), ctx)
 
 
-def _scores(query: Any, key: Any, bias: Any, is_causal: bool, scale: Any, ctx: Any) -> Any:
-    """The scaled and masked scores (batch, heads, L, S), in float32 or wider."""
+def _scores(query: Any, key: Any, bias: Any, is_causal: bool, scale: Any, ctx: Any, first: Any) -> Any:
+    """The scaled and masked scores (batch, heads, L, S), in float32 or wider, of the rows from `first` on."""
     made = _dot(_rows(query, key), key, (3, 3), ctx).reshape(*query.shape[:3], key.shape[2])
     made = scaled(made, _scale(query, scale))
     if bias is not None:
         made = made + bias.astype(made.dtype)
     if is_causal:
         length, width = made.shape[-2:]
-        made = jnp.where(jnp.arange(length)[:, None] >= jnp.arange(width), made, -jnp.inf)
+        made = jnp.where(first + jnp.arange(length)[:, None] >= jnp.arange(width), made, -jnp.inf)
     return made
 
 
@@ -60,6 +60,23 @@ def _drops(dropout_p: Any) -> bool:
     return not (isinstance(dropout_p, (int, float)) and dropout_p == 0)
 
 
+def attend(
+    query: Any, key: Any, value: Any, bias: Any, dropout_p: Any, is_causal: bool, *, scale: Any, generator: Any,
+    ctx: Any, first: Any = 0,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Output and log-sum-exp of the query rows from `first` on, of (batch, heads, rows, width)."""
+    scores = _scores(query, key, bias, is_causal, scale, ctx, first)
+    # A row whose every score is -inf attends to nothing: its output is zero, its log-sum-exp -inf.
+    top = scores.max(-1, keepdims=True)
+    weight = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
+    total = weight.sum(-1, keepdims=True)
+    if _drops(dropout_p):
+        weight = weight * _keep(generator, weight.shape, dropout_p).astype(weight.dtype)
+    made = _dot(_rows(weight.astype(value.dtype), key), value, (3, 2), ctx).reshape(*scores.shape[:3], value.shape[3])
+    made = made / jnp.where(total == 0, 1, total)
+    return made, (jnp.log(total) + top)[..., 0]
+
+
 @lowering("_scaled_dot_product_fused_attention_overrideable", random=True, structural=_DROPOUT, multiplies=True)
 def attention(
     query,
@@ -76,18 +93,16 @@ def attention(
 ):
     shape = query.shape[:-1] + value.shape[-1:]
     query, key, value = map(_batched, (query, key, value))
-    scores = _scores(query, key, attn_bias, is_causal, scale, ctx)
-    # A row whose every score is -inf attends to nothing: its output is zero, its log-sum-exp -inf.
-    top = scores.max(-1, keepdims=True)
-    weight = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
-    total = weight.sum(-1, keepdims=True)
-    if _drops(dropout_p):
-        weight = weight * _keep(generator, weight.shape, dropout_p).astype(weight.dtype)
-    made = _dot(_rows(weight.astype(value.dtype), key), value, (3, 2), ctx).reshape(*scores.shape[:3], value.shape[3])
-    made = made / jnp.where(total == 0, 1, total)
-    logsumexp = (jnp.log(total) + top)[..., 0]
+    made, logsumexp = attend(
+        query, key, value, attn_bias, dropout_p, is_causal, scale=scale, generator=generator, ctx=ctx
+    )
+    return with_philox(made.reshape(shape), logsumexp, generator)
+
+
+def with_philox(made: Any, logsumexp: Any, generator: Any) -> tuple[Any, ...]:
+    """The op's results: what has no use here is None."""
     seed, offset = (word.astype(jnp.int64) for word in generator)
-    return made.reshape(shape), logsumexp, None, None, None, None, seed, offset, None
+    return made, logsumexp, None, None, None, None, seed, offset, None
 
 
 def _infer_backward(
@@ -116,23 +131,34 @@ def attention_backward(
 ):  # fmt: skip
     shapes = query.shape, key.shape, value.shape
     query, key, value, grad, out = map(_batched, (query, key, value, grad_out, out))
-    scores = _scores(query, key, attn_bias, is_causal, scale, ctx)
+    *grads, slope = slopes(
+        query, key, value, attn_bias, grad, out, logsumexp, dropout_p, is_causal, scale=scale,
+        generator=(philox_seed, philox_offset), ctx=ctx,
+    )  # fmt: skip
+    grad_bias = None if attn_bias is None else _sum_to(slope, attn_bias.shape)
+    return *(g.reshape(shape) for g, shape in zip(grads, shapes, strict=True)), grad_bias
+
+
+def slopes(
+    query: Any, key: Any, value: Any, bias: Any, grad: Any, out: Any, logsumexp: Any, dropout_p: Any, is_causal: bool,
+    *, scale: Any, generator: Any, ctx: Any, first: Any = 0,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """The gradients of query, key, value and scores that the query rows from `first` on have."""
+    scores = _scores(query, key, bias, is_causal, scale, ctx, first)
     logsumexp = logsumexp[..., None]
     weight = jnp.exp(scores - jnp.where(logsumexp == -jnp.inf, 0, logsumexp).astype(scores.dtype))
     slope = _dot(_rows(grad, key), value, (3, 3), ctx).reshape(weight.shape)
     dropped = weight
     if _drops(dropout_p):
-        keep = _keep((philox_seed, philox_offset), weight.shape, dropout_p).astype(weight.dtype)
+        keep = _keep(generator, weight.shape, dropout_p).astype(weight.dtype)
         dropped, slope = weight * keep, slope * keep
     slope = weight * (slope - (opmath(grad) * opmath(out)).sum(-1, keepdims=True))
-    grad_bias = None if attn_bias is None else _sum_to(slope, attn_bias.shape)
-    slope = _rows(scaled(slope, _scale(query, scale)).astype(query.dtype), key)
-    grad_query = _dot(slope, key, (3, 2), ctx)
+    steep = _rows(scaled(slope, _scale(query, scale)).astype(query.dtype), key)
+    grad_query = _dot(steep, key, (3, 2), ctx).reshape(query.shape)
     # Transposed products: on XLA:CPU the other order takes twice as long.
-    grad_key = _dot(_rows(query, key), slope, (2, 2), ctx).swapaxes(2, 3)
+    grad_key = _dot(_rows(query, key), steep, (2, 2), ctx).swapaxes(2, 3)
     grad_value = _dot(_rows(grad, key), _rows(dropped.astype(grad.dtype), key), (2, 2), ctx).swapaxes(2, 3)
-    grads = (g.reshape(shape) for g, shape in zip((grad_query, grad_key, grad_value), shapes, strict=True))
-    return *grads, grad_bias
+    return grad_query, grad_key, grad_value, slope
 
 
 def _sum_to(slope: Any, shape: tuple[int, ...]) -> Any:
