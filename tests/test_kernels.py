@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from torchtpu import metrics
 from torchtpu.kernels import jax_kernel
+from torchtpu.runtime.aot import environment
 
 
 @jax_kernel
@@ -31,7 +36,7 @@ def add_one_kernel(x_ref: Any, o_ref: Any) -> None:
     o_ref[...] = x_ref[...] + 1
 
 
-@jax_kernel
+@functools.partial(jax_kernel, backward=lambda arguments, outputs, gradients: gradients)
 def add_one(x: Any) -> Any:
     return pl.pallas_call(add_one_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
@@ -42,12 +47,13 @@ def matmul_kernel(x_ref: Any, y_ref: Any, o_ref: Any) -> None:
 
 def matmul_by_blocks(x: Any, y: Any) -> Any:
     (m, k), n = x.shape, y.shape[1]
+    rows, columns = min(m, 8), min(n, 128)  # whole tiles of a TPU
     return pl.pallas_call(
         matmul_kernel,
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
-        grid=(m // 8, n // 8),
-        in_specs=[pl.BlockSpec((8, k), lambda i, j: (i, 0)), pl.BlockSpec((k, 8), lambda i, j: (0, j))],
-        out_specs=pl.BlockSpec((8, 8), lambda i, j: (i, j)),
+        grid=(m // rows, n // columns),
+        in_specs=[pl.BlockSpec((rows, k), lambda i, j: (i, 0)), pl.BlockSpec((k, columns), lambda i, j: (0, j))],
+        out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
     )(x, y)
 
 
@@ -97,7 +103,7 @@ def test_arguments_and_results_keep_their_structure() -> None:
 
 
 def test_pallas_kernels_run_interpreted_on_the_cpu() -> None:
-    x, y = batch(16, 24), batch(24, 8)
+    x, y = batch(16, 24), batch(24, 256)
     torch.testing.assert_close(add_one(x), x + 1)
     torch.testing.assert_close(matmul(x, y), x @ y, rtol=1e-4, atol=1e-5)
 
@@ -181,3 +187,62 @@ def test_a_custom_op_takes_a_kernel_for_tpu() -> None:
 def test_an_error_of_the_function_is_raised_at_the_call() -> None:
     with pytest.raises(TypeError, match="add got incompatible shapes"):
         jax_kernel(lambda x, y: x + y)(batch(3), batch(4))
+
+
+ON_TPU = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from test_kernels import add_one, matmul
+from torchtpu import startup
+from torchtpu.cli.worker import Worker
+from torchtpu.runtime.manifest import decode_recorded
+
+target, journal = sys.argv[1:]
+
+def elementwise(x, y):
+    return add_one(x * 2) - 1
+
+def product(x, y):
+    return matmul(x, y).relu()
+
+def attention(x, y):
+    heads = x.view(1, 2, 128, 128)
+    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+worker, found = Worker(target, startup.open_store()), {}
+for step in (elementwise, product, attention):
+    x, y = (torch.randn(256, 128).to("tpu").requires_grad_() for _ in range(2))
+    y = y.detach().view(128, 256).requires_grad_()
+    step(x, y).square().sum().backward()
+    x.grad.sum().item()
+    torch.tpu.synchronize()
+    lines = [json.loads(line) for file in Path(journal).iterdir() for line in file.read_text().splitlines()]
+    for file in Path(journal).iterdir():
+        file.unlink()
+    kernels = 0
+    for line in lines:
+        if "program" in line:
+            recorded = decode_recorded(line["program"])
+            done = worker.compile(recorded)
+            assert done.outcome == "compiled", done.error
+            kernels += worker._plans.find(recorded.program, is_flat=recorded.is_flat).text().count("tpu_custom_call")
+    found[step.__name__] = kernels
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_kernels_and_their_gradients_compile_for_tpus(target: str, tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    knobs = {"TORCHTPU_TARGET": target, "TORCHTPU_READS": "standin", "TORCHTPU_JOURNAL": str(tmp_path / "journal")}
+    knobs |= {"TORCHTPU_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(__file__).parent)}
+    (tmp_path / "journal").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", ON_TPU, target, str(tmp_path / "journal")],
+        capture_output=True, text=True, env={**environment(), **knobs}, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    # The product's own backward is given the results, which its part of the program makes again.
+    assert json.loads(done.stdout.splitlines()[-1]) == {"elementwise": 1, "product": 4, "attention": 3}
