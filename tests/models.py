@@ -200,6 +200,16 @@ def _clip() -> Made:
     return _transformers("CLIP", "Model", config, inputs)
 
 
+def _distilbert() -> Made:
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "dropout": 0, "attention_dropout": 0}
+    return _language("DistilBert", {**_TEXT, **sizes}, "ForMaskedLM")
+
+
+def _swin() -> Made:
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4]}
+    return _images("Swin", {**sizes, "window_size": 4, "drop_path_rate": 0})
+
+
 def _unet() -> Made:
     model = importlib.import_module("diffusers").UNet2DConditionModel(
         sample_size=8,
@@ -281,6 +291,9 @@ MORE: Mapping[str, Model] = {
     "mistral": Model("transformers", lambda: _language("Mistral", {**_DECODER, "sliding_window": 4})),
     "deit": Model("transformers", lambda: _images("DeiT", {**_SIZES, "image_size": 16, "patch_size": 8})),
     "dinov2": Model("transformers", lambda: _images("Dinov2", {**_SIZES, "image_size": 16, "patch_size": 8})),
+    "bloom": Model("transformers", lambda: _language("Bloom", {**_DECODER, "n_layer": 2, "n_head": 4})),
+    "distilbert": Model("transformers", _distilbert),
+    "swin": Model("transformers", _swin),
     "timm.vit": Model("timm", lambda: _timm("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=32, num_heads=4)),
     "timm.mixer": Model("timm", lambda: _timm("mixer_s32_224", img_size=32, num_blocks=2, embed_dim=32)),
 }

@@ -392,6 +392,35 @@ def test_flex_attention_runs_score_and_mask_functions(is_compiled: bool) -> None
     torch.testing.assert_close([t.grad.cpu() for t in on_tpu], [t.grad for t in on_cpu], rtol=1e-3, atol=1e-4)
 
 
+GROUPED = {
+    "rows": ((12, 16), (3, 16, 8)),
+    "depth": ((8, 12), (12, 16)),
+    "columns": ((3, 8, 16), (16, 12)),
+    "batch": ((3, 8, 16), (3, 16, 8)),
+}
+
+
+@pytest.mark.parametrize("form", GROUPED)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_products_of_groups_are_the_cpus_and_read_nothing(form: str, is_compiled: bool) -> None:
+    def multiply(a: Tensor, b: Tensor, ends: Tensor | None) -> list[Tensor]:
+        made = run(a, b, offs=ends)
+        made.square().sum().backward()
+        return [made.detach(), a.grad, b.grad]
+
+    given = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(GROUPED[form])]
+    ends = None if form == "batch" else torch.tensor([3, 3, 12], dtype=torch.int32)
+    run = F.grouped_mm
+    expected = multiply(*(t.clone().requires_grad_() for t in given), ends)
+    on_tpu = None if ends is None else ends.to("tpu")
+    run = torch.compile(F.grouped_mm, fullgraph=True) if is_compiled else F.grouped_mm
+    made = multiply(*(t.to("tpu").requires_grad_() for t in given), on_tpu)
+    counts = metrics.snapshot()
+    assert counts["cuts"].get("read", 0) == 0
+    assert counts["cpu_fallbacks"] == {}
+    torch.testing.assert_close([t.cpu() for t in made], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_vmapped_and_differentiated_function_compiles() -> None:
     function = torch.func.vmap(torch.func.grad(lambda x: (x.sin() * x).sum()))
     assert_equals_eager(function, batch())

@@ -58,6 +58,7 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # transformers'
 @pytest.mark.parametrize("trains", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", in_full([*MODELS, *MORE], {*ALWAYS, "llama"}.__contains__))
 def test_a_model_is_eagers_with_no_more_graphs_than_elsewhere(

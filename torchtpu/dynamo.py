@@ -80,7 +80,24 @@ def _register() -> None:
     allow: Any = allow_in_graph
     for kernel in kernels.callables():
         allow(kernel)
+    _infer_for_fake_tensors()
     _route_inductor()
+
+
+def _infer_for_fake_tensors() -> None:
+    """Shapes of what PyTorch's own inference refuses for devices that it does not know."""
+    from torch._subclasses.fake_impls import register_op_impl
+
+    from torchtpu.ops.grouped import infer_grouped_mm
+
+    grouped_mm = torch.ops.aten._grouped_mm.default
+
+    @register_op_impl(grouped_mm)
+    def infer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[0].device.type != "tpu":
+            return NotImplemented
+        with mode:
+            return infer_grouped_mm(*args, **kwargs)
 
 
 def _route_inductor() -> None:
