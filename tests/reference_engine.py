@@ -107,8 +107,8 @@ class ReferenceEngine:
     def infer(self, name: str, args: Any) -> Any:
         return startup._lazy.infer(name, args)
 
-    def fallback(self, name: str, line: str, nbytes: int) -> None:
-        startup._lazy.fallback(name, line, nbytes)
+    def fallback(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
+        startup._lazy.fallback(name, dtype, line, nbytes)
 
     def waiting(self, info: str, seconds: float) -> None:
         """Nobody logs under test."""

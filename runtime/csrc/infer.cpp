@@ -2,6 +2,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -222,6 +223,50 @@ void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValu
   }
 }
 
+bool has_shape_function(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+}
+
+// Asks PyTorch's C++ shape function.  On meta tensors torch runs Python code in its place, which chooses other strides;
+// what is dispatched to a backend that has no kernels is PyTorch's own code for any device.
+void call_shape_function(const c10::OperatorHandle& op, Stack* stack) {
+  for (IValue& v : *stack) {  // a 0-dim CPU tensor would choose another device; a number becomes one on its way
+    bool is_on_cpu = v.isTensor() && v.toTensor().defined() && v.toTensor().device().is_cpu();
+    if (is_on_cpu && !v.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+      v = at::empty({}, v.toTensor().options().device(at::kMeta));
+    }
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), stack);
+}
+
+// Lays out the result of an op on elements as the CPU kernels' iterator does.
+void lay_out_as_iterator(const OpInfo& info, const Stack& args, Stack* results) {
+  if (results->size() != 1 || !results->back().isTensor()) return;
+  auto dtype = results->back().toTensor().scalar_type();
+  at::TensorIteratorConfig config;
+  config.set_check_mem_overlap(false).check_all_same_dtype(false).check_all_same_device(false);
+  config.add_owned_output(at::Tensor()).declare_static_dtype_and_device(dtype, at::kMeta);
+  bool makes_tensors = info.name.find("calar") != std::string::npos;  // overloads that wrap their numbers
+  bool has_input = false;
+  for (const IValue& v : args) {
+    bool is_tensor = v.isTensor() && v.toTensor().defined();
+    if (is_tensor) config.add_owned_const_input(v.toTensor());
+    if (v.isScalar() && makes_tensors) config.add_owned_const_input(at::empty({}, at::device(at::kMeta)));
+    has_input |= is_tensor;
+  }
+  if (!has_input) return;
+  at::TensorIterator iterator = config.build();
+  if (iterator.output().sizes() == results->back().toTensor().sizes()) results->back() = iterator.output();
+}
+
+void run_on_meta(const OpInfo& info, const c10::OperatorHandle& op, Stack* stack) {
+  if (op.schema().is_mutable()) return op.callBoxed(stack);
+  if (has_shape_function(op)) return call_shape_function(op, stack);
+  Stack args = *stack;
+  op.callBoxed(stack);
+  if (op.hasTag(at::Tag::pointwise)) lay_out_as_iterator(info, args, stack);
+}
+
 }  // namespace
 
 bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
@@ -250,7 +295,7 @@ std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op,
     if (info.has_infer) {
       infer_in_python(info, &inferred.results);
     } else {
-      op.callBoxed(&inferred.results);
+      run_on_meta(info, op, &inferred.results);
     }
   } catch (...) {
     if (!may_ask_cpu) throw;

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath, pointwise
+from torchtpu.ops.registry import jax, jnp, lax, like, lowering, opmath, pointwise
 
 SQRT_HALF = math.sqrt(0.5)
 GELU_INNER = math.sqrt(2 / math.pi)
@@ -84,7 +84,7 @@ def softplus_backward(grad_output, self, beta, threshold):
     return jnp.where(scaled > threshold, grad_output, grad_output * lax.logistic(scaled))
 
 
-@pointwise("hardtanh")
+@pointwise("hardtanh", infer=like)
 def hardtanh(self, min_val=-1, max_val=1):
     return jnp.minimum(jnp.maximum(self, min_val), max_val)
 

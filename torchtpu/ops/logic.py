@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torchtpu.ops.registry import as_dtype, jnp, lax, lowering, pointwise
+from typing import Any
+
+import torch
+
+from torchtpu.ops.registry import as_dtype, jnp, lax, like, lowering, pointwise
 
 # Comparisons happen in the dtype of the tensors: a number is rounded to bfloat16 before it is compared with one.
 
@@ -153,7 +157,7 @@ def clamp(self, min=None, max=None):
     return self if max is None else jnp.minimum(self, max)
 
 
-@lowering("nan_to_num", lifts=True)
+@lowering("nan_to_num", lifts=True, infer=like)
 def nan_to_num(self, nan=None, posinf=None, neginf=None):
     if jnp.issubdtype(self.dtype, jnp.complexfloating):
         return lax.complex(nan_to_num(self.real, nan, posinf, neginf), nan_to_num(self.imag, nan, posinf, neginf))
@@ -173,6 +177,12 @@ def where(condition, self, other, *, ctx):
     return jnp.where(condition != 0, as_dtype(self, dtype), as_dtype(other, dtype))
 
 
-@lowering("masked_fill.Scalar", "masked_fill.Tensor", lifts=True)
+def _infer_masked_fill(self: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    """Contiguous, whatever it is filled over."""
+    return self.new_empty(torch.broadcast_shapes(self.shape, mask.shape))
+
+
+@lowering("masked_fill.Scalar", "masked_fill.Tensor", lifts=True, infer=_infer_masked_fill)
+@lowering("masked_fill_.Scalar", "masked_fill_.Tensor", lifts=True)
 def masked_fill(self, mask, value):
     return jnp.where(mask, jnp.asarray(value).astype(self.dtype), self)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._prims_common import get_computation_dtype
 
-from torchtpu.ops.registry import Context, as_dtype, jnp, lax, lowering, pointwise
+from torchtpu.ops.registry import Context, as_dtype, jnp, lax, like, lowering, pointwise
 
 EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1)  # torch computes these without pow
 
@@ -295,7 +295,7 @@ def ldexp(self, other):
     return self * jnp.exp2(other)
 
 
-@pointwise("frexp.Tensor")
+@pointwise("frexp.Tensor", infer=lambda self: (like(self), like(self, dtype=torch.int32)))
 def frexp(self):
     return jnp.frexp(self)
 
@@ -333,7 +333,8 @@ def polar(abs, angle):
     return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
 
 
-@lowering("_conj_physical", "conj_physical.out", "conj_physical_")
+@lowering("_conj_physical", infer=like)
+@lowering("conj_physical.out", "conj_physical_")
 def conj_physical(self):
     return jnp.conj(self) if jnp.issubdtype(self.dtype, jnp.complexfloating) else self
 

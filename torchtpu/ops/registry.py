@@ -66,7 +66,7 @@ class Lowering:
     lifts: float scalars become run-time inputs at first sight, not when a second value is seen.
     random: the op draws random numbers; a `Random` follows the arguments unless the schema has a generator.
     mutates: arguments the op writes although its schema does not say so.
-    infer: shape inference on meta tensors, for ops without a meta kernel.
+    infer: shape inference on meta tensors, for ops whose meta kernel is missing or lays out results as no device does.
     persists: the fragments may be kept on disk: they follow from the arguments and this package's sources.
     ints: int arguments that become run-time inputs when a second value is seen; they do not decide a shape.
     multiplies: the result depends on `torch.set_float32_matmul_precision`, which the lowering finds in `ctx.precision`.
@@ -166,6 +166,15 @@ def pointwise(*names: str, promote: str = "default", **facts: Any) -> Register:
         return lowering(*names, lifts=True, **facts)(promoted)
 
     return register
+
+
+def like(self: torch.Tensor, *_: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Shape inference: what the first argument is, in its layout."""
+    # On meta tensors `torch.empty_like` is Python code with strides of its own; a backend without kernels gets C++.
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse2)
+    made = torch.ops.aten.empty_like.default.redispatch(keys, self, dtype=dtype)
+    assert isinstance(made, torch.Tensor)
+    return made
 
 
 def as_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,90 @@
+"""In: ops on elements, over tensors of many layouts. Out: each result's strides are the CPU's, also where a size is 1.
+
+Nobody steps over a dimension of size 1, but a view through another dtype asks what its stride is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference_engine import reference_engine
+from torch import Tensor
+
+from torchtpu import config
+from torchtpu.ops import registry
+from torchtpu.runtime.calls import schema_of
+
+# (shape, strides) of arguments that broadcast to (4, 3), (4, 1) or (1, 3): dense, transposed, gaps, sizes of 1
+LAYOUTS = {
+    (4, 3): ((3, 1), (1, 4), (6, 2), (1, 8), (0, 1)),
+    (4, 1): ((1, 1), (1, 4), (1, 7), (2, 1), (2, 9)),
+    (1, 3): ((3, 1), (1, 1), (40, 2), (0, 1)),
+    (3,): ((1,), (2,)),
+    (1, 1): ((1, 1), (5, 1), (1, 5)),
+}
+# The CPU lays out these with more than one step: their product with a number follows the first step's result.
+COMPOSED = {"rad2deg", "deg2rad"}
+
+
+def make(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    return torch.ones(64, dtype=dtype, device=device).as_strided(shape, strides)
+
+
+def calls(name: str, dtype: torch.dtype, device: str) -> Iterator[list[Any]]:
+    """Arguments for the op in many pairs of layouts; its numbers are 2."""
+    arguments = [a for a in schema_of(name).arguments if not a.has_default_value() and not a.kwarg_only]
+    geometries = [(shape, strides) for shape, many in LAYOUTS.items() for strides in many]
+    count = sum(str(a.type) == "Tensor" for a in arguments)
+    for one, other in itertools.product(geometries, geometries[:: 5 if count > 1 else len(geometries)]):
+        tensors = itertools.cycle((one, other))
+        yield [
+            make(*next(tensors), dtype, device) if str(a.type) == "Tensor" else False if str(a.type) == "bool" else 2
+            for a in arguments
+        ]
+
+
+def elementwise_ops() -> list[str]:
+    names = [n for n in registry.LOWERINGS if "::" not in n and n not in COMPOSED]
+    ops = {name: registered(name) for name in names}
+    return sorted(n for n, op in ops.items() if torch.Tag.pointwise in op.tags and not op._schema.is_mutable)
+
+
+def registered(name: str) -> torch._ops.OpOverload:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def strides_of(made: Any) -> list[tuple[int, ...]]:
+    return [t.stride() for t in torch.utils._pytree.tree_leaves(made) if isinstance(t, Tensor)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ops_on_elements_lay_out_their_results_as_the_cpu_does() -> None:
+    checked, wrong = set(), []
+    with reference_engine(), config.using(fallback="error"), torch.no_grad():
+        for name, dtype in itertools.product(elementwise_ops(), (torch.float32, torch.int64)):
+            if name in checked:
+                continue
+            op, taken = registered(name), set()
+            for ours, theirs in zip(calls(name, dtype, "tpu"), calls(name, dtype, "cpu"), strict=True):
+                try:
+                    expected = strides_of(op(*theirs))
+                except (RuntimeError, TypeError):
+                    continue
+                taken.add(name)
+                if strides_of(op(*ours)) != expected:
+                    wrong.append((name, dtype, [t.stride() for t in theirs if isinstance(t, Tensor)], expected))
+            checked |= taken
+    assert not wrong, sorted({name for name, *_ in wrong})
+    assert len(checked) > 150
+
+
+def test_a_product_may_be_seen_as_another_dtype_wherever_the_cpus_may() -> None:
+    for device in ("cpu", "tpu"):
+        x = torch.ones(1, 4, dtype=torch.int32, device=device).t()
+        with pytest.raises(RuntimeError, match=r"self.stride\(-1\) must be 1 to view Int as Short"):
+            (x * 2).view(torch.int16)
