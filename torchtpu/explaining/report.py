@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtpu.explaining.differences import first_difference, nearest
-from torchtpu.runtime.memory import show_bytes
+from torchtpu.runtime.memory import nbytes_of, show_bytes
 
 if TYPE_CHECKING:
     from torchtpu.explaining.session import Build, Listener, Run
@@ -206,10 +206,11 @@ def _reads(listener: Listener) -> list[dict[str, Any]]:
 def _memory(listener: Listener) -> list[dict[str, Any]]:
     """The lines that made what is alive now, the largest first."""
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for holder in listener.holders:
-        array = holder.array()
-        if array is not None and not array.is_deleted():
-            groups[holder.op, holder.line].append(holder.nbytes)
+    for made in listener.made:
+        for op, reference in zip(made.ops, made.arrays, strict=False):
+            array = reference()
+            if op is not None and array is not None and not array.is_deleted():
+                groups[op.name, op.line].append(nbytes_of(array))
     rows: list[dict[str, Any]] = [
         {"op": op, "line": line, "count": len(sizes), "bytes": sum(sizes)} for (op, line), sizes in groups.items()
     ]

@@ -12,19 +12,18 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchtpu import config, startup
 from torchtpu.explaining import page, report
 from torchtpu.explaining.differences import makers
-from torchtpu.runtime.memory import nbytes_of
 from torchtpu.runtime.observe import Called, Launched
 
 
@@ -79,13 +78,21 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """An array that a launch made, while it lives."""
+class Maker:
+    """What made an array."""
 
-    array: Any  # a weak reference
-    nbytes: int
-    op: str
+    name: str
     line: str
+
+
+class Made(NamedTuple):
+    """The arrays that a launch made, as weak references, and the op that made each. Little is done per launch."""
+
+    ops: Sequence[Any]
+    arrays: list[Any]
+
+
+_UPLOAD = (Maker("upload", ""),)
 
 
 class Listener:
@@ -100,8 +107,9 @@ class Listener:
         self.reads: list[Read] = []
         self.fallbacks: list[Fallback] = []
         self.rooms: list[Room] = []
-        self.holders: list[Holder] = []
+        self.made: list[Made] = []
         self._outputs: dict[str, list[Any]] = {}  # the op that made each output, by program
+        self._most_made = 10_000  # before those are dropped of which nothing is alive
         self._waiting: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
         self._watcher = threading.Thread(target=self._watch, name="torchtpu-explain", daemon=True)
         self._watcher.start()
@@ -119,14 +127,14 @@ class Listener:
     def launched(self, launch: Launched) -> None:
         run = Run(launch)
         self.runs.append(run)
-        self._note_holders(self._outputs.get(launch.about.identity, []), launch.outputs)
+        self._note_made(self._outputs.get(launch.about.identity, []), launch.outputs)
         self._waiting.put(run)
 
     def called(self, call: Called) -> None:
         self.calls.append(call)
 
     def uploaded(self, array: Any, device: int) -> None:
-        self.holders.append(Holder(weakref.ref(array), nbytes_of(array), "upload", ""))
+        self._note_made(_UPLOAD, (array,))
 
     def was_read(self, line: str, started: float, seconds: float, nbytes: int) -> None:
         self.reads.append(Read(line, started, seconds, nbytes))
@@ -151,12 +159,11 @@ class Listener:
             run.finished = time.perf_counter()
             run.launch = _without_arrays(run.launch)
 
-    def _note_holders(self, ops: list[Any], outputs: tuple[Any, ...]) -> None:
-        for op, array in zip(ops, outputs, strict=False):
-            if op is not None:
-                self.holders.append(Holder(weakref.ref(array), nbytes_of(array), op.name, op.line))
-        if len(self.holders) > 100_000:
-            self.holders = [h for h in self.holders if h.array() is not None]
+    def _note_made(self, ops: Sequence[Any], arrays: tuple[Any, ...]) -> None:
+        self.made.append(Made(ops, list(map(weakref.ref, arrays))))
+        if len(self.made) > self._most_made:
+            self.made = [made for made in self.made if any(array() is not None for array in made.arrays)]
+            self._most_made = max(self._most_made, 2 * len(self.made))
 
 
 def _note_built(build: Build, done: Future[Any]) -> None:
