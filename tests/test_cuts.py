@@ -80,6 +80,27 @@ def test_a_loop_without_reads_settles(period: int, seed: int) -> None:
         assert engine.launches - launched >= (20 * period + 20 * CAP) // CAP - 1
 
 
+@pytest.mark.parametrize(
+    "laps", [pytest.param(120, id="short"), pytest.param(10_000, id="long", marks=pytest.mark.full)]
+)
+def test_loops_of_any_length_settle_within_a_hundred_laps(laps: int) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    source = random.Random(seed)
+    longest, cap = (300, CAP) if laps == 120 else (20_000, config.get("max_region_ops"))
+    with config.using(max_region_ops=cap):
+        for period in [round(longest ** source.random()) for _ in range(3 if laps == 120 else 10)]:
+            with reference_engine() as engine:
+                loop = Loop(period, source.randrange(2**32))
+                loop.start("tpu")
+                before = metrics.snapshot()["regions"] - engine.launches
+                loop.run(max(100 * period, 4 * cap))
+                await_launches(engine, before)
+                settled = len(engine.programs)
+                loop.run(max((laps - 100) * period, 20 * cap))
+                await_launches(engine, before)
+                assert len(engine.programs) == settled, f"seed {seed}, period {period}"
+
+
 @pytest.mark.parametrize("period", [5, 90])
 def test_a_loop_cut_by_caps_computes_what_the_cpu_computes(period: int) -> None:
     found = {}

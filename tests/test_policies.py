@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from script import Ended, run_script
 
 from torchtpu.runtime.manifest import write_lines
@@ -64,10 +65,12 @@ SERVING = """
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).to("tpu").eval()
 
     @torch.inference_mode()
-    def serve(size):
-        return model(torch.ones(size, 8, device="tpu")).softmax(-1).argmax(-1).tolist()
+    def serve(size, length):
+        return model(torch.ones(size, length, 8, device="tpu")).softmax(-1).argmax(-1).tolist()
+
+    SHAPES = [(size, length) for size in (1, 2, 5) for length in (3, 8)]
 """
-WARMED = SERVING + "    print([serve(size) for size in (1, 2, 5)])\n"
+WARMED = SERVING + "    print([serve(*shape) for shape in SHAPES])\n"
 SERVED = (
     SERVING
     + """
@@ -75,27 +78,27 @@ SERVED = (
     config.set(policy="frozen")
     print(torchtpu.ready(os.environ["MANIFEST"]) > 0)
     ready = metrics.snapshot()
-    sizes = random.Random(0).choices((1, 2, 5), k=60)
-    for size in sizes:
-        assert len(serve(size)) == size
+    for size, length in random.Random(0).choices(SHAPES, k=int(os.environ["REQUESTS"])):
+        assert [len(row) for row in serve(size, length)] == [length] * size
     now = metrics.snapshot()
     print(now["programs_compiled"], now["cache_hits_disk"] - ready["cache_hits_disk"])
     try:
-        serve(3)
+        serve(3, 3)
     except RuntimeError as error:
         print("frozen" in str(error))
 """
 )
 
 
-def test_serving_frozen_from_a_manifest_compiles_and_loads_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [60, pytest.param(10_000, marks=pytest.mark.full)])
+def test_serving_frozen_from_a_manifest_compiles_and_loads_nothing(tmp_path: Path, requests: int) -> None:
     cache, journal, manifest = tmp_path / "cache", tmp_path / "journal", tmp_path / "programs.jsonl"
     cache.mkdir()
     journal.mkdir()
     passed(run_script(WARMED, TORCHTPU_CACHE_DIR=str(cache), TORCHTPU_JOURNAL=str(journal)))
     lines = [json.loads(line) for file in journal.iterdir() for line in file.read_text().splitlines()]
     write_lines(manifest, [line for line in lines if "program" in line], {})
-    ended = run_script(SERVED, TORCHTPU_CACHE_DIR=str(cache), MANIFEST=str(manifest))
+    ended = run_script(SERVED, TORCHTPU_CACHE_DIR=str(cache), MANIFEST=str(manifest), REQUESTS=str(requests))
     assert passed(ended) == ["True", "0 0", "True"]
 
 
