@@ -66,7 +66,7 @@ class Lowering:
     lifts: float scalars become run-time inputs at first sight, not when a second value is seen.
     random: the op draws random numbers; a `Random` follows the arguments unless the schema has a generator.
     mutates: arguments the op writes although its schema does not say so.
-    infer: shape inference on meta tensors, for ops whose meta kernel is missing or lays out results as no device does.
+    infer: shape inference on meta tensors, for ops whose meta kernel is missing or has other strides.
     persists: the fragments may be kept on disk: they follow from the arguments and this package's sources.
     ints: int arguments that become run-time inputs when a second value is seen; they do not decide a shape.
     multiplies: the result depends on `torch.set_float32_matmul_precision`, which the lowering finds in `ctx.precision`.
