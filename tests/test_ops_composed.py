@@ -1,4 +1,4 @@
-"""In: ops composed of other ops, and those that had to run on the CPU. Out: the CPU's results, made on the device."""
+"""In: ops composed of others, and those that databases do not reach. Out: the CPU's results, made on the device."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def convolved(call: Any, x: torch.Tensor, weight: torch.Tensor, *window: Any) ->
     x, weight, bias = (t.to(x.device).requires_grad_() for t in (x.detach(), weight.detach(), torch.ones(3)))
     made = call(x, weight, weight.shape[2:], bias, *window)
     return made, *torch.autograd.grad(made.square().sum(), (x, weight, bias))
+
+
+def of_pixels(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A convolution of images of one pixel whose strides say channels_last, and its gradients."""
+    pixels = x[:, :, 0, 0].contiguous().view(2, 1, 1, 2).permute(0, 3, 1, 2)
+    return convolved(lambda x, weight, _, bias: functional.conv2d(x, weight, bias, padding=1), pixels, KERNEL)
 
 
 def into_new(call: Any, *arguments: Any, **outs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -106,6 +112,7 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
         lambda x: convolved(aten.slow_conv_transpose2d, x, TURNED, [2, 2], [1, 1], [1, 1]),
         IMAGES,
     ),
+    "convolution of pixels": (of_pixels, IMAGES),
     "slow_conv2d into gradients": (convolution_gradients, IMAGES),
     "adaptive_avg_pool3d into a gradient": (pooling_gradient, IMAGES),
     "lanczos": (lambda x: functional.interpolate(x, (3, 9), mode="lanczos", antialias=True), IMAGES),

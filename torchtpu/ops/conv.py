@@ -153,7 +153,7 @@ def _infer_convolution(
     made = torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     formats = {suggest_memory_format(input), suggest_memory_format(weight)} - {torch.contiguous_format}
     if formats:  # as PyTorch's kernels, unlike its meta function
-        made = made.contiguous(memory_format=formats.pop())
+        made = torch.empty_like(made, memory_format=formats.pop())  # contiguous() would leave an image of one pixel
     return made
 
 
