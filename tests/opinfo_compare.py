@@ -22,13 +22,13 @@ def difference(ours: Any, theirs: Any) -> str | None:
         for name in ("dtype", "shape", "layout"):
             if getattr(m, name) != getattr(y, name):
                 return f"result {index} has {name} {getattr(m, name)}, not {getattr(y, name)}"
-        if y.layout == torch.strided and y.numel() > 1 and _strides(m) != _strides(y):
+        if y.layout == torch.strided and y.numel() > 1 and strides_that_matter(m) != strides_that_matter(y):
             return f"result {index} of shape {tuple(y.shape)} has strides {m.stride()}, not {y.stride()}"
     return None
 
 
-def _strides(tensor: torch.Tensor) -> list[int]:
-    """The strides that matter."""
+def strides_that_matter(tensor: torch.Tensor) -> list[int]:
+    """Those of dimensions with more than one element: PyTorch's kernels differ in the others."""
     return [stride for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
 
 
