@@ -34,6 +34,7 @@ from .memory import nbytes_of
 Aval = tuple[tuple[int, ...], torch.dtype]
 
 _POLL_SECONDS = 1e-3
+_NEVER_SECONDS = 10 * 365 * 24 * 3600
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # of mallopt(3)
 
 
@@ -295,8 +296,13 @@ class _Coordinator:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             address = f"localhost:{probe.getsockname()[1]}"
-        self._service = _jax.get_distributed_runtime_service(address, 1, shutdown_timeout=1)
-        self.client = _jax.get_distributed_runtime_client(address, 0, shutdown_timeout=1, shutdown_on_destruction=False)
+        # It has no one to miss: what it would end for want of a heartbeat is this process, which was only paused.
+        self._service = _jax.get_distributed_runtime_service(
+            address, 1, heartbeat_timeout=_NEVER_SECONDS, shutdown_timeout=1
+        )
+        self.client = _jax.get_distributed_runtime_client(
+            address, 0, heartbeat_timeout=_NEVER_SECONDS, shutdown_timeout=1, shutdown_on_destruction=False
+        )
         self.client.connect()
         self._board = board
         self._known: set[str] = set()

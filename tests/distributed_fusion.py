@@ -1,12 +1,10 @@
-"""In: torchrun. Out: status 0 where collectives run in the programs around them, and ranks that differ stay right."""
+"""In: a process group. Out: no error where collectives run in programs, and ranks that differ stay right."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import os
 import random
-import sys
 import time
 from typing import Any
 
@@ -105,21 +103,23 @@ def a_vocabulary_in_unequal_parts_is_fused() -> None:
 
 
 def groups_of_two_dimensions_are_fused() -> None:
-    """Hybrid sharding, and data parallel layers that are tensor parallel: a program for the ranks of each group."""
+    """Hybrid sharding, and data parallel layers that are tensor parallel: a program for the ranks of each group.
+    Of two ranks each is alone in one of its groups."""
     size = dist.get_world_size()
+    least = 5 if size > 2 else 2
     mesh = init_device_mesh("tpu", (2, size // 2), mesh_dim_names=("data", "inner"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to("tpu")
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     last = train(fully_shard(model, mesh=mesh))
-    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 5, last
+    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= least, last
     assert last["launches"] <= 5, last
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to("tpu")
     parallelize_module(model, mesh["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     last = train(fully_shard(model, mesh=mesh["data"]))
-    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 3, last
+    assert last["collectives_alone"] == 0 and last["collectives_fused"] >= least, last
 
 
 def one_rank_may_print() -> None:
@@ -179,9 +179,8 @@ def random_steps(count: int) -> None:
         assert x.tolist() == [value] * 4
 
 
-def main() -> None:
-    dist.init_process_group("tpu", timeout=dt.timedelta(seconds=120))
-    steps = int(sys.argv[1])
+def check_all(steps: int) -> None:
+    """With so many random steps."""
     an_fsdp2_step_is_one_program()
     a_ddp_step_is_one_program()
     unequal_shards_are_fused()
@@ -190,10 +189,3 @@ def main() -> None:
     one_rank_may_print()
     a_waiting_rank_does_not_hold_up_the_others()
     random_steps(steps)
-    if os.environ["RANK"] == "0":
-        print(counts())
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

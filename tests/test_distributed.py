@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def torchrun(script: str, *arguments: str, ranks: int = 2, restarts: int = 0, se
         return Ended(process.returncode, out, err)
 
 
-def start_ranks(code: str, *, timeout: float, waits_for: int) -> list[Ended]:
+def start_ranks(code: str, *, timeout: float, waits_for: int, seconds: float = 120) -> list[Ended]:
     """Two processes without torchrun, which would end the second when the first ends. Rank `waits_for` is waited for;
     the other is killed where it does not end soon after."""
     with socket.socket() as probe:
@@ -83,7 +84,7 @@ def start_ranks(code: str, *, timeout: float, waits_for: int) -> list[Ended]:
         ended = {}
         for rank in (waits_for, 1 - waits_for):
             try:
-                out, err = processes[rank].communicate(timeout=120 if rank == waits_for else 10)
+                out, err = processes[rank].communicate(timeout=seconds if rank == waits_for else 10)
             except subprocess.TimeoutExpired:
                 processes[rank].kill()
                 out, err = processes[rank].communicate()
@@ -97,48 +98,60 @@ def line_of(code: str, what: str) -> int:
     return max(n for n, line in enumerate(lines, 1) if what in line)
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo,tpu:tpu"])
-def test_every_collective_leaves_what_gloo_leaves(backend: str | None) -> None:
-    ended = torchrun("distributed_collectives.py", *([backend] if backend else []))
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
+    """What several tests look at: two ranks that check one thing after the other, and their folder."""
+    folder = tmp_path_factory.mktemp("world")
+    return torchrun("distributed_session.py", str(folder), "collectives", "fusion", "clients"), folder
+
+
+def passed(ended: Ended, part: str, ranks: int = 2) -> None:
+    found = [f"rank {rank}: {part} passed" in ended.out for rank in range(ranks)]
+    assert all(found), ended.err
+
+
+def load_alone(folder: Path) -> None:
+    """One process reads the checkpoint of several ranks."""
+    command = [sys.executable, "-W", "ignore", HERE / "distributed_session.py", folder, "load_alone"]
+    alone = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert alone.returncode == 0, alone.stderr
+
+
+def test_every_collective_leaves_what_gloo_leaves(world: tuple[Ended, Path]) -> None:
+    passed(world[0], "collectives")
+
+
+def test_collectives_are_parts_of_programs_and_ranks_may_differ(world: tuple[Ended, Path]) -> None:
+    passed(world[0], "fusion")
+
+
+def test_stock_training_on_several_ranks_is_that_of_one_process(world: tuple[Ended, Path]) -> None:
+    """DDP, FSDP, DTensor, tensor and pipeline parallel, functional collectives; their checkpoint is read by one."""
+    ended, folder = world
+    passed(ended, "clients")
     assert ended.status == 0, ended.err
+    load_alone(folder)
 
 
-def test_collectives_are_parts_of_programs_and_ranks_may_differ() -> None:
-    ended = torchrun("distributed_fusion.py", "20")
+def test_a_backend_named_by_device_serves_both_kinds_of_tensors(tmp_path: Path) -> None:
+    ended = torchrun("distributed_session.py", str(tmp_path), "short")
+    passed(ended, "short")
     assert ended.status == 0, ended.err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_may_differ_a_thousand_times(ranks: int) -> None:
-    ended = torchrun("distributed_fusion.py", "1000", ranks=ranks)
-    assert ended.status == 0, ended.err
+def test_ranks_may_differ_a_thousand_times(ranks: int, tmp_path: Path) -> None:
+    ended = torchrun("distributed_session.py", str(tmp_path), "thousand", ranks=ranks)
+    passed(ended, "thousand", ranks)
 
 
 @pytest.mark.full
-def test_four_ranks_leave_what_gloo_leaves() -> None:
-    ended = torchrun("distributed_collectives.py", ranks=4)
-    assert ended.status == 0, ended.err
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_stock_training_on_several_ranks_is_that_of_one_process(ranks: int, tmp_path: Path) -> None:
-    """DDP, FSDP, DTensor, tensor and pipeline parallel, functional collectives; their checkpoint is read by one."""
-    ended = torchrun("distributed_clients.py", str(tmp_path / "checkpoint"), ranks=ranks)
-    assert ended.status == 0, ended.err
-    assert ended.out.count("is equal") == ranks * 10
-    alone = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "distributed_clients.py", tmp_path / "checkpoint", "load_alone"],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert alone.returncode == 0, alone.stderr
-
-
-def test_compiled_training_on_two_ranks_is_that_of_one_process() -> None:
-    """FSDP2, DDP and tensor parallel under torch.compile; a compiled FSDP2 step has its collectives in its program."""
-    ended = torchrun("distributed_compiled.py")
-    assert ended.status == 0, ended.err
-    assert ended.out.count("is equal") == 2 * 5
+def test_four_ranks_do_what_two_do(tmp_path: Path) -> None:
+    ended = torchrun("distributed_session.py", str(tmp_path), "collectives", "clients", ranks=4)
+    passed(ended, "collectives", 4)
+    passed(ended, "clients", 4)
+    load_alone(tmp_path)
 
 
 def test_a_killed_rank_ends_the_others_with_an_error_that_names_it() -> None:
@@ -155,6 +168,25 @@ def test_a_killed_rank_ends_the_others_with_an_error_that_names_it() -> None:
     line = line_of(code, "dist.all_reduce(x)")
     assert re.search(rf"rank 0: all_reduce SUM float32\[4\] \(number 2, at \S+script\.py:{line}\)", message)
     assert "rank 1 did not answer: its process has ended" in message
+
+
+@pytest.mark.full
+def test_a_job_that_is_paused_goes_on() -> None:
+    """As by a debugger, or where a virtual machine moves: for longer than a coordinator waits for heartbeats."""
+    code = """
+    import subprocess
+    if rank == 0:
+        pids = dist.distributed_c10d._get_default_store().get("pid").decode(), str(os.getpid())
+        subprocess.Popen(["sh", "-c", "sleep 1; kill -STOP $0 $1; sleep 130; kill -CONT $0 $1", *pids])
+    else:
+        dist.distributed_c10d._get_default_store().set("pid", str(os.getpid()))
+    time.sleep(5)
+    dist.all_reduce(x)
+    assert x.tolist() == [4.0] * 4
+    dist.destroy_process_group()
+    """
+    for ended in start_ranks(code, timeout=300, waits_for=0, seconds=250):
+        assert ended.status == 0, ended.err
 
 
 def test_a_rank_that_hangs_is_named_when_the_timeout_has_passed() -> None:
@@ -176,16 +208,26 @@ def test_a_rank_that_hangs_is_named_when_the_timeout_has_passed() -> None:
     assert time.monotonic() - started < 100
 
 
-def test_ranks_at_different_collectives_are_told_so() -> None:
-    code = """
-    if rank == 0:
-        dist.all_reduce(x)
-    else:
-        dist.broadcast(x, 0)
-    print(x.tolist())
-    """
-    both = start_ranks(code, timeout=30, waits_for=0)
-    for ended in both:
+MISMATCH = """
+if rank == 0:
+    dist.all_reduce(x)
+else:
+    dist.broadcast(x, 0)
+print(x.tolist())
+"""
+
+
+@pytest.fixture(scope="module")
+def mismatch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Ended], Path]]:
+    """Two ranks at different collectives, and the folder of their flight recorders."""
+    folder = tmp_path_factory.mktemp("flight")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(folder / "trace_rank_"))
+        yield start_ranks(MISMATCH, timeout=30, waits_for=0), folder
+
+
+def test_ranks_at_different_collectives_are_told_so(mismatch: tuple[list[Ended], Path]) -> None:
+    for ended in mismatch[0]:
         assert ended.status == 1
         message = ended.err.strip().splitlines()[-1]
         assert "the ranks of group 0 are at different collectives" in message
@@ -193,27 +235,17 @@ def test_ranks_at_different_collectives_are_told_so() -> None:
         assert "rank 1: broadcast float32[4] root 0 (number 2, at " in message
 
 
-def test_the_flight_recorder_tells_pytorchs_tool_who_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_rank_"))
-    code = """
-    if rank == 0:
-        dist.all_reduce(x)
-    else:
-        dist.broadcast(x, 0)
-    print(x.tolist())
-    """
-    start_ranks(code, timeout=30, waits_for=0)
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "trace_rank_", tmp_path]
+def test_the_flight_recorder_tells_pytorchs_tool_who_is_missing(mismatch: tuple[list[Ended], Path]) -> None:
+    folder = mismatch[1]
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--prefix", "trace_rank_", folder]
     read = subprocess.run(command, capture_output=True, text=True, check=False)
     assert read.returncode == 0, read.stderr
     assert "COLLECTIVE_TYPE_MISMATCH" in read.stdout + read.stderr, read.stdout + read.stderr
-    with (tmp_path / "trace_rank_1").open("rb") as file:
+    with (folder / "trace_rank_1").open("rb") as file:
         first, last = pickle.load(file)["entries"]
     assert (first["profiling_name"], first["state"]) == ("gloo:all_reduce", "completed")
     assert (last["profiling_name"], last["collective_seq_id"], last["state"]) == ("gloo:broadcast", 2, "started")
-    assert last["frames"][0]["line"] == line_of(code, "dist.broadcast(x, 0)")
+    assert last["frames"][0]["line"] == line_of(MISMATCH, "dist.broadcast(x, 0)")
 
 
 def test_a_rank_that_raises_ends_torchrun() -> None:

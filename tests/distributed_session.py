@@ -1,0 +1,39 @@
+"""In: torchrun, a folder, parts of the tests. Out: a line for each part that has passed on this rank, in one world."""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import os
+import sys
+
+import distributed_clients
+import distributed_collectives
+import distributed_fusion
+import torch.distributed as dist
+
+BACKENDS = {"short": "cpu:gloo,tpu:tpu"}
+
+
+def main() -> None:
+    folder, *parts = sys.argv[1:]
+    if parts == ["load_alone"]:
+        distributed_clients.load_alone(folder)
+        return
+    dist.init_process_group(BACKENDS.get(parts[0]), timeout=dt.timedelta(seconds=120))
+    checks = {
+        "collectives": functools.partial(distributed_collectives.check_all, is_short=False),
+        "short": functools.partial(distributed_collectives.check_all, is_short=True),
+        "fusion": functools.partial(distributed_fusion.check_all, 20),
+        "thousand": functools.partial(distributed_fusion.check_all, 1000),
+        "clients": functools.partial(distributed_clients.check_all, folder),
+    }
+    for part in parts:
+        checks[part]()
+        print(f"rank {os.environ['RANK']}: {part} passed", distributed_fusion.counts(), flush=True)
+    if parts[0] not in BACKENDS:  # there the script ends without it
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
