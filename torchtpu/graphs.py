@@ -149,6 +149,11 @@ class _Builder:
             used = {user.args[1] for user in node.users if user.users}
             dying += [slot for i, slot in enumerate(results) if i not in used]
         arguments = [self._argument(a) for a in _positional(target, node)]
+        if target is torch.ops.aten.native_group_norm.default and _is_contiguous(node.args[0]):
+            dense = self._new_slot()  # it refuses the strides that the device may have instead of the promised ones
+            replay.add_op("aten::contiguous", "", arguments[:1], [dense], [], _line(node))
+            arguments[0] = _C.Slot(dense)
+            dying.append(dense)
         name, overload = target._schema.name, target._schema.overload_name
         replay.add_op(name, overload, arguments, results, dying, _line(node))
 
@@ -189,6 +194,12 @@ class _Builder:
 
 def _is_object(node: Node) -> bool:
     return isinstance(node.meta.get("val"), FakeScriptObject)
+
+
+def _is_contiguous(value: Any) -> bool:
+    """Whether a node's tensor was contiguous when it was traced."""
+    contiguous: bool = value.meta["val"].is_contiguous()
+    return contiguous
 
 
 def _is_number(node: Node) -> bool:
