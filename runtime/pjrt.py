@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jaxlib
+import ml_dtypes  # noqa: F401 - numpy knows bfloat16 and float8 by it
 import numpy as np
 import torch
 

@@ -238,6 +238,7 @@ for i in range(3):
     loss.backward()
     optimizer.step()
     print(loss.item(), x.long().sum().item(), torch.tpu.memory_allocated() > 0)
+print(x.bfloat16().sum().item())
 print("jax" in sys.modules)
 """
 
