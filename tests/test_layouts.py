@@ -99,3 +99,20 @@ def test_other_results_are_laid_out_as_on_the_cpu(op: str) -> None:
         return x.floor_divide(x[0]) if op == "floor_divide" else torch.nn.functional.logsigmoid(x)
 
     assert made("tpu").stride() == made("cpu").stride()
+
+
+def test_a_tensor_without_elements_is_not_written_with_itself_even_where_it_was_with_an_alias() -> None:
+    def put(device: str, name: str) -> str:
+        x = torch.ones(2, 0, device=device)
+        index = torch.tensor([1, 0], device=device)
+        try:
+            x[index] = {"alias": x.detach(), "self": x}[name]
+        except RuntimeError as error:
+            return str(error)
+        return "written"
+
+    with config.using(sync=True):
+        for name in ("alias", "self", "alias", "self"):
+            assert put("tpu", name) == put("cpu", name)
+        assert put("tpu", "alias") == "written"
+        assert "single memory location" in put("tpu", "self")

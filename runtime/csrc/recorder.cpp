@@ -193,7 +193,7 @@ void draw_random(Recorder& r, const Node& node, const IValue* args, LiftedNumber
 bool try_hit(Recorder& r, const OpInfo& info, const IValue* args, bool is_retry, Results& results) {
   LiftedNumbers lifted;
   Found found = find_child(r, info, args, lifted, is_retry);
-  if (!found.node) return false;
+  if (!found.node || (found.node->is_asked_again && !is_retry)) return false;
   if (lifted.random_at >= 0) draw_random(r, *found.node, args, lifted);
   r.floats.insert(r.floats.end(), lifted.floats.begin(), lifted.floats.end());
   r.ints.insert(r.ints.end(), lifted.ints.begin(), lifted.ints.end());
@@ -288,6 +288,24 @@ uint64_t rng_increment(const Node& node) {
   return (numel + 3) / 4 * 4;
 }
 
+// Whether the op writes a tensor without elements and reads it, too: PyTorch refuses that of one tensor, and allows it
+// of two that are alike.
+bool writes_nothing_it_reads(const OpInfo& info, const IValue* args) {
+  auto is_read = [&](size_t written, const at::Tensor& t) {
+    for (size_t i = 0; i < info.args.size(); i++) {
+      if (i != written && args[i].isTensor() && is_tpu(args[i].toTensor()) && args[i].toTensor().is_alias_of(t)) {
+        return true;
+      }
+    }
+    return false;
+  };
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (!info.args[i].is_written || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
+    if (is_tpu(args[i].toTensor()) && args[i].toTensor().numel() == 0 && is_read(i, args[i].toTensor())) return true;
+  }
+  return false;
+}
+
 // Under state_lock.  False where an argument cannot be recorded.
 bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* fork, const Inferred& inferred,
             std::string line) {
@@ -297,6 +315,7 @@ bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* for
   node->info = &info;
   node->line = std::move(line);
   if (info.multiplies) node->precision = matmul_precision();
+  node->is_asked_again = writes_nothing_it_reads(info, args);
   int32_t next_value = r.at->next_value;
   add_returns(*node, info, inferred.results, &next_value);
   add_writes(*node, info, args, inferred, &next_value);

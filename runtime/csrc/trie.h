@@ -139,6 +139,7 @@ struct Node {
   uint64_t context = 0;                    // of the last ops' hashes
   uint64_t skeleton = 0;                   // of the ops up to here and the values they take, whatever the shapes
   Node* best = nullptr;                    // where a cap that strikes here cuts; null while the region is too short
+  bool is_asked_again = false;             // whether the op is refused does not follow from what is compared
   at::Float32MatmulPrecision precision{};  // of an op that multiplies
   std::string line;                        // where the op was first recorded
   std::vector<std::unique_ptr<Node>> children;
