@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
@@ -109,7 +110,7 @@ def main() -> None:
     )
     held_out = DataLoader(Digits(512, first=10**9), 128, num_workers=a.workers)
     model = ResNet(a.width, a.dropout).to(a.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=a.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, a.steps)
     losses = torch.zeros(a.steps, device=a.device)
 
