@@ -14,8 +14,8 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SMALL = {
     "train_gpt.py": ["--context", "16", "--batch", "4", "--width", "32", "--layers", "2", "--sample", "0"],
-    # With the script's own learning rate so small a model is chaotic: losses of two runs on the CPU, with one thread and
-    # with two, part by a thousandth.
+    # With the script's own learning rate so small a model is chaotic: losses on the CPU, with one thread and with two,
+    # part by a thousandth.
     "cnn.py": ["--batch", "8", "--width", "8", "--workers", "2", "--lr", "0.02"],
     "lstm.py": ["--batch", "8", "--width", "32"],
 }
