@@ -129,17 +129,17 @@ struct Node {
   std::vector<ArgKey> args;
   std::vector<ReturnMeta> returns;
   std::vector<WriteMeta> writes;
-  int32_t next_value = 0;  // values made up to here
-  int32_t next_input = 0;  // inputs numbered up to here; more, at a cut, are of calls that came to nothing
-  int32_t depth = 0;       // ops up to here
-  int64_t bytes = 0;       // bytes produced up to here
+  int32_t next_value = 0;       // values made up to here
+  int32_t next_input = 0;       // inputs numbered up to here; more, at a cut, are of calls that came to nothing
+  int32_t depth = 0;            // ops up to here
+  bool is_asked_again = false;  // whether the op is refused does not follow from what is compared
+  int64_t bytes = 0;            // bytes produced up to here
   uint64_t rng_increment = 0;
   int32_t floats = 0, ints = 0;            // lifted numbers up to here
   uint64_t hash = 0;                       // of the op, its geometry and how far back its arguments were made
   uint64_t context = 0;                    // of the last ops' hashes
   uint64_t skeleton = 0;                   // of the ops up to here and the values they take, whatever the shapes
   Node* best = nullptr;                    // where a cap that strikes here cuts; null while the region is too short
-  bool is_asked_again = false;             // whether the op is refused does not follow from what is compared
   at::Float32MatmulPrecision precision{};  // of an op that multiplies
   std::string line;                        // where the op was first recorded
   std::vector<std::unique_ptr<Node>> children;
