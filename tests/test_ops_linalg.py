@@ -77,6 +77,18 @@ def test_lu_info_is_the_first_zero_pivot() -> None:
     assert lower("linalg_inv_ex", a)[1].tolist() == torch.linalg.inv_ex(a).info.tolist()
 
 
+def test_factors_are_written_into_empty_tensors() -> None:
+    a = torch.randn(3, 4, 4, dtype=torch.float64)
+    lu, pivots = torch.linalg.lu_factor(a)
+    for call, count in (
+        (lambda *given, out: torch.lu_unpack(*given, out=out), 3),
+        (lambda *given, out: torch.linalg.lu_solve(*given, a.to(given[0].device), out=out[0]), 1),
+    ):
+        want = call(lu, pivots, out=[a.new_empty(0) for _ in range(count)])
+        got = call(lu.to("tpu"), pivots.to("tpu"), out=[a.new_empty(0, device="tpu") for _ in range(count)])
+        torch.testing.assert_close(got, want, check_device=False)
+
+
 @pytest.mark.parametrize("shape", [(4, 4), (2, 5, 3), (3, 5)])
 def test_lu_without_pivots_multiplies_back(shape: tuple[int, ...]) -> None:
     a = torch.randn(shape, dtype=torch.float64)

@@ -8,6 +8,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+
 #include "bridge.h"
 
 namespace torchtpu {
@@ -176,6 +178,12 @@ int64_t total_bytes(const OpInfo& info, const IValue* args) {
   return bytes;
 }
 
+// CPU kernels do not check pivots, and those of the zeros that stand in for them lie outside of the matrix.
+bool takes_pivots(const c10::OperatorHandle& op) {
+  return std::ranges::any_of(op.schema().arguments(),
+                             [](const auto& argument) { return argument.name().ends_with("pivots"); });
+}
+
 // torch's meta kernels are Python with wordings of their own: the CPU kernel's error is the one users know.
 void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   Silence silence;
@@ -283,8 +291,8 @@ std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op,
   check_devices(info, args);
   if (reads_through_mask(info, args)) return std::nullopt;
   PlainDispatch plain;
-  bool may_ask_cpu =
-      total_bytes(info, args) <= kMaxErrorBytes && op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+  bool may_ask_cpu = total_bytes(info, args) <= kMaxErrorBytes &&
+                     op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU) && !takes_pivots(op);
   if (is_odd(info, args)) check_overlap(info, op, args, may_ask_cpu && !info.random);
   check_dtypes(info, op, args, may_ask_cpu);
   Inferred inferred;
