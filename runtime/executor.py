@@ -139,33 +139,31 @@ class Executor:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
         executable = executable or work.executable
         if isinstance(executable, HostCall):
-            return self._call(work)
-        if isinstance(executable, (Joint, Pieces)):
-            return self._meet(work, executable)
-        if isinstance(executable, Core):
-            return self._together(work, executable)
+            self._call(work)
+        elif isinstance(executable, (Joint, Pieces)):
+            self._meet(work, executable)
+        elif isinstance(executable, Core):
+            self._together(work, executable)
+        else:
+            self._run_alone(work, executable)
+
+    def _run_alone(self, work: Any, executable: Any) -> None:
+        """Launches a program that no other rank takes part in, whole or in parts."""
         form = executable.clusters if isinstance(executable, Ladder) else executable
-        try:
+        with _Caught(work, form.about):
             parts = self._in_parts(work, form) if self._memory.limit(work.device) else None
             if parts is not None:
-                return parts.run(work, self.launch)
-            if isinstance(executable, Parts):
-                return executable.run(work, self.launch)
-            if isinstance(executable, Ladder):
-                return executable.run(work, self.launch, self._memory.wait_until_idle)
-            if executable.offsets:
-                executable = executable.at(work.ints.tolist())
-            errors = work.errors()
-            spoiled = functools.reduce(operator.or_, (inputs for _, inputs in errors), 0)
-            if not errors or self._spoil(work, executable, errors, spoiled):
-                self._run(work, executable, spoiled)
-        except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it, Ctrl-C too
-            _forget_frames(error)
-            work.failed(_explained(error, form.about, work.run))
+                parts.run(work, self.launch)
+            elif isinstance(executable, Parts):
+                executable.run(work, self.launch)
+            elif isinstance(executable, Ladder):
+                executable.run(work, self.launch, self._memory.wait_until_idle)
+            else:
+                self._run_where_whole(work, executable.at(work.ints.tolist()) if executable.offsets else executable)
 
     def _call(self, work: Any) -> None:
         """Runs a host call, whose outputs depend on all its inputs."""
-        try:
+        with _Caught(work):
             self._counters.host_calls += 1
             started = time.perf_counter()
             outputs = work.executable.run(work)
@@ -174,46 +172,42 @@ class Executor:
                 observer.called(Called(op.name, work.device, op.line, started, time.perf_counter()))
             doubts = unsettled(work.guards())
             work.done(outputs, [Guard(None, 0, doubts)] * len(outputs) if doubts else [])
-        except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
-            _forget_frames(error)
-            work.failed(error)
 
     def _meet(self, work: Any, joint: Joint | Pieces) -> None:
         """Launches a region together with the other ranks, or its parts in turn."""
-        try:
+        with _Caught(work):
             if isinstance(joint, Pieces):
                 joint.run(work, self._try_to_meet, self.launch)
             elif not self._try_to_meet(work, joint):
                 joint.parts.run(work, self.launch)
-        except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
-            _forget_frames(error)
-            work.failed(error)
 
     def _try_to_meet(self, work: Any, joint: Joint) -> bool:
         """Launches what the ranks of a joint region agree on; whether they do. What fails is the work's."""
-        try:
+        with _Caught(work):
             agreed = joint.agreed(work)
             if isinstance(agreed, Core):
                 self._together(work, agreed)
             elif agreed is not None:
                 agreed.run(work, self.launch)
-        except BaseException as error:  # noqa: BLE001 -- as above
-            _forget_frames(error)
-            work.failed(error)
-            return True
-        return agreed is not None
+            return agreed is not None
+        return True  # to fail
 
     def _together(self, work: Any, core: Core) -> None:
         """Launches a program as all other ranks do."""
-        try:
+        with _Caught(work):
             errors = work.errors()
             if errors:
                 core.skip(errors[0][0], work)
-                return work.failed(errors[0][0])
-            self._run(core.given(work), core.ready(), 0, functools.partial(core.launch, work))
-        except BaseException as error:  # noqa: BLE001 -- whoever reads an output raises it
-            _forget_frames(error)
-            work.failed(error)
+                work.failed(errors[0][0])
+            else:
+                self._run(core.given(work), core.ready(), 0, functools.partial(core.launch, work))
+
+    def _run_where_whole(self, work: Any, executable: Executable) -> None:
+        """Runs what does not depend on failed inputs."""
+        errors = work.errors()
+        spoiled = functools.reduce(operator.or_, (inputs for _, inputs in errors), 0)
+        if not errors or self._spoil(work, executable, errors, spoiled):
+            self._run(work, executable, spoiled)
 
     def _spoil(self, work: Any, executable: Executable, errors: list[tuple[Any, int]], spoiled: int) -> bool:
         """Fails the outputs that depend on failed inputs; whether there is anything else to compute."""
@@ -352,6 +346,25 @@ def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Gua
     if outcome:
         outcome.guarded_by(own_guards.values())
     return made * len(executable.kind_of) if is_alike else [made[kind] for kind in executable.kind_of]
+
+
+class _Caught:
+    """Gives the work what is raised, Ctrl-C too, explained by what `about` says: whoever reads an output raises it."""
+
+    __slots__ = ("_about", "_work")
+
+    def __init__(self, work: Any, about: About | None = None) -> None:
+        self._work = work
+        self._about = about
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            _forget_frames(error)
+            self._work.failed(_explained(error, self._about, self._work.run) if self._about else error)
+        return error is not None
 
 
 def _forget_frames(error: BaseException) -> None:
