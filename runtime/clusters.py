@@ -69,12 +69,15 @@ class Places(NamedTuple):
     hot: int
 
 
+def may_have_clusters(ops: Sequence[Op], platform: str) -> bool:
+    """Whether so many ops may hold a run, on a platform whose costs are known."""
+    return platform in COSTS and len(ops) >= 2 * _SHORTEST
+
+
 def search(program: Program, ops: Sequence[Op], fragments: Fragments) -> Places | None:
     """Looks for the clusters of a program with these `ops`, its lists taken apart; None where it is better compiled
     whole."""
-    costs = COSTS.get(fragments.platform)
-    if costs is None or len(ops) < 2 * _SHORTEST:
-        return None
+    costs = COSTS[fragments.platform]
     kept, unread, found = _needed(program, ops, fragments)
     finder = _Finder(replace(program, ops=_reading(ops, kept, unread)), found)
     runs = finder.runs(costs)

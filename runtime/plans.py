@@ -20,7 +20,7 @@ from torchtpu.compiler_cache import Key, Note, Store, program_digest
 
 from . import fingerprint
 from .calls import results_of
-from .clusters import Clusters, Places, cut_out, search
+from .clusters import Clusters, Places, cut_out, may_have_clusters, search
 from .counters import Counters
 from .fleet import Homes
 from .fragments import Fragments
@@ -91,6 +91,8 @@ class Plans:
     def clusters(self, program: Program) -> Clusters | None:
         """The clusters of a program; None where it is better compiled whole."""
         ops = take_apart(program.ops, self._fragments.maps)
+        if not may_have_clusters(ops, self._fragments.platform):
+            return None
         key = self._key("clusters", program, _SEARCH)
         stored = None if key is None else self._store.get(key)
         if stored is None:
