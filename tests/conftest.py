@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -19,6 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the long versions of the tests (some hours)")
     parser.addoption("--shard", default="0/1", metavar="I/N", help="of the long version of test_opinfo.py")
     parser.addoption("--results", metavar="FILE", help="where test_opinfo.py keeps its results and goes on from")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The cache begins empty, for child processes too: what a test sees does not hang on earlier runs."""
+    directory = tempfile.TemporaryDirectory(prefix="torchtpu-tests-", ignore_cleanup_errors=True)
+    os.environ["TORCHTPU_CACHE_DIR"] = directory.name
+    config.add_cleanup(directory.cleanup)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
