@@ -1,7 +1,7 @@
 """Fences: in come the lowered ops of a program, out go the values that XLA is to store, not to compute again.
 
 XLA:CPU fuses a producer into each of its consumers. Where values have several, what they are made of is computed
-several times, and that of those again: 150 ops on four live values run 180 times as long, and compile 260 times as
+several times, and that of those again: 150 ops on four live values run 180 times as long, and compile 60 times as
 long. A value that has passed a call which is not inlined is stored; the call itself costs nothing.
 """
 
