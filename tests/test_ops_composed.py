@@ -129,6 +129,10 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     ),
     "linear combination": (lambda x: aten._compute_linear_combination(x.view(3, 2, 4), x.view(8, 3)), SAMPLE),
     "in place": (written, SAMPLE),
+    "filled with a number of the host": (
+        lambda x: x.view(4, 6).t().index_fill(0, torch.tensor([1, 3], device=x.device), torch.tensor(2.5)),
+        SAMPLE,
+    ),
     "out": (lambda x: torch.mvlgamma(x.abs() + 3, 2, out=torch.empty(0, device=x.device)), SAMPLE),
 }
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchtpu.ops.index import DROPPED, checked, out_of_bounds, wrapped
-from torchtpu.ops.registry import Context, jnp, lax, lowering, opmath
+from torchtpu.ops.registry import Context, jnp, lax, like, lowering, opmath
 
 
 @lowering("scatter.src", "scatter.value")
@@ -121,7 +123,17 @@ def _into_slices(
     return _reduced(how, rows, (slice(None),) * dim + (index,), source, include_self).reshape(x.shape)
 
 
-@lowering("index_fill.int_Scalar", "index_fill.int_Tensor")
+def _infer_index_fill(self: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    """As `self`. The value may lie on the host, which PyTorch's shape function refuses."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        raise RuntimeError(f"index_fill_ only supports a 0-dimensional value tensor, not {value.dim()} dimensions")
+    if not self.is_complex() and (isinstance(value, complex) or getattr(value, "dtype", self.dtype).is_complex):
+        raise RuntimeError("index_fill_(): Converting complex Scalar to non-complex type is not supported")
+    self.index_fill(dim, index, 0)
+    return like(self)
+
+
+@lowering("index_fill.int_Scalar", "index_fill.int_Tensor", lifts=True, infer=_infer_index_fill)
 def index_fill(x, dim, index, value, *, ctx):
     rows = x.reshape(1) if x.ndim == 0 else x
     dim %= rows.ndim
