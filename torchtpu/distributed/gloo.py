@@ -6,7 +6,7 @@ Every function waits for the other ranks and is called in one order by one threa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import FakeProcessGroup, Store
 from torchtpu import config
 
 _MAX_SENDS = 256
+_MOST_IN_A_RING = 256  # ranks
+_MEETING = 2**31 - 1  # a tag
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -120,10 +122,36 @@ class Gloo:
 
     def meet(self, words: Sequence[int]) -> list[list[int]]:
         """Some ints of every rank."""
-        everyones = torch.empty(self.size * len(words), dtype=torch.int64)
-        self.group._allgather_base(everyones, torch.tensor(words)).wait()
+        mine = torch.tensor(words)
+        if self.size > _MOST_IN_A_RING:
+            everyones = spread(mine, self.rank, self.size, self._swap)
+        else:
+            everyones = mine.new_empty(self.size * len(words))
+            self.group._allgather_base(everyones, mine).wait()
         found: list[list[int]] = everyones.view(self.size, len(words)).tolist()
         return found
+
+    def _swap(self, tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
+        received = torch.empty_like(tensor)
+        sent = self.group.send([tensor], destination, _MEETING)
+        self.group.recv([received], source, _MEETING).wait()
+        sent.wait()
+        return received
+
+
+def spread(
+    mine: torch.Tensor, rank: int, size: int, swap: Callable[[torch.Tensor, int, int], torch.Tensor]
+) -> torch.Tensor:
+    """Every rank's tensor, stacked, in log2(size) rounds, rounded up, where a ring takes size - 1.
+
+    In each round a rank learns, from the one as far on as it knows, as much again (Bruck, Ho, Kipnis, Upfal and
+    Weathersby, 1997). `swap` sends a tensor to one rank and returns the one, as large, that another sent.
+    """
+    known = mine[None]  # of this rank and those that follow
+    while (count := len(known)) < size:
+        wanted = known[: size - count].contiguous()
+        known = torch.cat([known, swap(wanted, (rank - count) % size, (rank + count) % size)])
+    return known.roll(rank, 0)
 
 
 def is_reducible(dtype: torch.dtype) -> bool:
