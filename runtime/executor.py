@@ -19,6 +19,7 @@ from .host_calls import HostCall
 from .joint import Core, Joint
 from .ladder import Ladder
 from .log import write
+from .lower import failed_aval
 from .memory import Flight, Memory, nbytes_of, show_bytes
 from .observe import Called, Launched, Observer
 from .pieces import Pieces
@@ -61,7 +62,7 @@ class Executable:
         about: About,
         make_flat: Callable[[], Executable],
     ) -> None:
-        outputs = list(plan.outputs) + ([((len(plan.checks),), torch.bool)] if plan.checks else [])
+        outputs = list(plan.outputs) + ([failed_aval(len(plan.checks))] if plan.checks else [])
         self.inputs = plan.inputs
         self.offsets = plan.offsets
         self.loaded = loaded

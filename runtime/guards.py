@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .calls import full_name
-from .lower import Check
+from .lower import CHECKS_PER_WORD, Check
 
 if TYPE_CHECKING:
     from .pjrt import Client
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 class Outcome:
     """Which of one launch's checks failed. Threads may race in it: each of them finds the same answer.
 
-    `doubts` are the guards of the launch's inputs; `spoiled` are the inputs that had failed and were zeros instead.
-    `run` tells which run of the program this was, once somebody asks.
+    `failed` is the array of `lower.failed_aval`; `doubts` are the guards of the launch's inputs; `spoiled` are the
+    inputs that had failed and were zeros instead. `run` tells which run of the program this was, once somebody asks.
     """
 
     def __init__(
         self,
         client: Client,
-        passed: Any,
+        failed: Any,
         checks: Sequence[Check],
         doubts: Mapping[Guard, int],
         spoiled: int,
         run: Callable[[], str],
     ) -> None:
         self._client = client
-        self._passed = passed  # None once read
+        self._words = failed  # None once read
         self._checks = checks
         self._doubts = doubts
         self._spoiled = spoiled
@@ -54,7 +54,7 @@ class Outcome:
 
     def is_known(self) -> bool:
         """Whether `failed` answers without waiting."""
-        return self._passed is None or self._client.is_ready(self._passed)
+        return self._words is None or self._client.is_ready(self._words)
 
     def is_settled(self) -> bool:
         """Whether every check is known to have passed, or its error was raised. Never waits."""
@@ -62,10 +62,11 @@ class Outcome:
 
     def failed(self) -> int:
         """The checks that failed; waits for them."""
-        array = self._passed
+        array = self._words
         if array is not None:
-            self._failed = sum(1 << i for i, passed in enumerate(self._client.download(array).tolist()) if not passed)
-            self._passed = None
+            words = self._client.download(array).tolist()
+            self._failed = sum(word << i * CHECKS_PER_WORD for i, word in enumerate(words))
+            self._words = None
             if not self._failed:
                 self._doubts, self._run = {}, str
         return self._failed

@@ -25,6 +25,8 @@ from .views import Digit, View
 
 Aval = tuple[tuple[int, ...], torch.dtype]
 
+CHECKS_PER_WORD = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -43,7 +45,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A program's text. If it has `checks`, an array that says which of them passed follows its `outputs`.
+    """A program's text. If it has `checks`, the set of those that failed follows its `outputs`
+    (see `failed_aval`).
 
     `sources[k]` is what output k depends on: bit i is input i, bit len(inputs) + c is check c. `offsets` is what the
     program takes for granted of its run-time ints, by their index.
@@ -55,6 +58,11 @@ class Module:
     checks: tuple[Check, ...]
     sources: tuple[int, ...]
     offsets: Mapping[int, frozenset[Digit]]
+
+
+def failed_aval(checks: int) -> Aval:
+    """The array that says which of so many checks failed: a bit of its words each, the lowest first."""
+    return (-(-checks // CHECKS_PER_WORD),), torch.uint32
 
 
 def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> Module:
@@ -192,7 +200,7 @@ class _Writer:
         outputs = [(self._names[v], tensor_type(*self._layouts[v])) for v in program.outputs]
         avals = tuple((self._layouts[v].shape, self._layouts[v].dtype) for v in program.outputs)
         if self._check_names:
-            outputs.append((self._passed(), f"tensor<{len(self._check_names)}xi1>"))
+            outputs.append((self._failed(), tensor_type(*failed_aval(len(self._check_names)))))
         donations = self._donations()
         heads = [f"%in{i}: {tensor_type(*base)}{donations.get(i, '')}" for i, base in enumerate(program.inputs)]
         if program.floats:
@@ -318,16 +326,31 @@ class _Writer:
             ]
         return name
 
-    def _passed(self) -> str:
-        """An array of what the checks say."""
-        parts = [f"%check{i}" for i in range(len(self._check_names))]
-        for part, name in zip(parts, self._check_names, strict=True):
-            self._lines.append(f"    {part} = stablehlo.reshape {name} : (tensor<i1>) -> tensor<1xi1>")
-        types = ", ".join(["tensor<1xi1>"] * len(parts))
+    def _failed(self) -> str:
+        """A set of bits: which checks failed. Made of numbers, not of arrays, each of which is a kernel on a TPU."""
+        one = "tensor<ui32>"
+        words: list[str] = []
+        for start in range(0, len(self._check_names), CHECKS_PER_WORD):
+            word = ""
+            for i, name in enumerate(self._check_names[start : start + CHECKS_PER_WORD]):
+                bit = f"%failed{start + i}"
+                self._lines += [
+                    f"    {bit}_if = stablehlo.constant dense<{1 << i}> : {one}",
+                    f"    {bit}_else = stablehlo.constant dense<0> : {one}",
+                    f"    {bit}_ = stablehlo.select {name}, {bit}_else, {bit}_if : tensor<i1>, {one}",
+                ]
+                if word:
+                    self._lines.append(f"    {bit} = stablehlo.or {word}, {bit}_ : {one}")
+                word = bit if word else f"{bit}_"
+            words.append(f"%failed_word{len(words)}")
+            self._lines.append(f"    {words[-1]} = stablehlo.reshape {word} : ({one}) -> tensor<1xui32>")
+        if len(words) == 1:
+            return words[0]
+        types = ", ".join(["tensor<1xui32>"] * len(words))
         self._lines.append(
-            f"    %passed = stablehlo.concatenate {', '.join(parts)}, dim = 0 : ({types}) -> tensor<{len(parts)}xi1>"
+            f"    %failed = stablehlo.concatenate {', '.join(words)}, dim = 0 : ({types}) -> tensor<{len(words)}xui32>"
         )
-        return "%passed"
+        return "%failed"
 
     def _donations(self) -> dict[int, str]:
         """An input that nobody else holds gives its memory to its own newest version, else to any output that fits."""

@@ -406,6 +406,27 @@ def test_a_check_that_fails_is_raised_by_reads_of_it_and_of_what_follows(engine:
     assert len(again.outputs) == 1
 
 
+@pytest.mark.parametrize("bad", [0, 31, 32, 69])
+def test_of_many_checks_the_one_that_failed_is_named(bad: int) -> None:
+    engine = make_engine(knobs={"clusters": False})
+    with Record() as record:
+        x = record.input(torch.arange(6.0).view(3, 2))
+        places = [record.input(torch.tensor([0, 1])) for _ in range(70)]
+        outputs = [torch.index_select(x, 0, place) for place in places]
+    executable = compile_(engine, record.program(*outputs))
+    given = [place + 3 * (i == bad) for i, place in enumerate(record.inputs[1:])]
+    work = Work(executable, [engine.upload(v, 0) for v in (x, *given)])
+    engine.launch(work)
+    for i, guard in enumerate(work.guards_made):
+        if i == bad:
+            with pytest.raises(IndexError, match=rf"recorded at test\.py:{bad + 2}\)"):
+                engine.resolve(guard)
+        else:
+            engine.resolve(guard)
+    engine.finish(0)
+    engine.close()
+
+
 def test_checks_and_failed_inputs_reach_only_the_outputs_that_depend_on_them(engine: Engine) -> None:
     with Record() as record:
         x = record.input(torch.arange(6.0).view(3, 2))

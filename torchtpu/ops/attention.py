@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtpu.ops.matmul import contract, scaled
 from torchtpu.ops.random import uniform
-from torchtpu.ops.registry import jnp, lowering, opmath
+from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
 _DROPOUT = {"dropout_p": (0.0, 1.0)}
 
@@ -45,6 +45,10 @@ def _scores(query: Any, key: Any, bias: Any, is_causal: bool, scale: Any, ctx: A
     return made
 
 
+def _reduced(x: Any, start: Any, by: Any) -> Any:
+    return lax.reduce(x, jnp.asarray(start, x.dtype), by, (3,))[..., None]
+
+
 def _scale(query: Any, scale: Any) -> Any:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
@@ -66,14 +70,15 @@ def attend(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Output and log-sum-exp of the query rows from `first` on, of (batch, heads, rows, width)."""
     scores = _scores(query, key, bias, is_causal, scale, ctx, first)
-    # A row whose every score is -inf attends to nothing: its output is zero, its log-sum-exp -inf.
-    top = scores.max(-1, keepdims=True)
-    weight = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
-    total = weight.sum(-1, keepdims=True)
+    # A row whose every score is -inf attends to nothing: its output is zero. So the largest score starts from a number,
+    # and the sum, which is at least 1 in every other row, from the least one; both cost less than a comparison.
+    top = _reduced(scores, jnp.finfo(scores.dtype).min, lax.max)
+    weight = jnp.exp(scores - top)
+    total = _reduced(weight, jnp.finfo(scores.dtype).tiny, lax.add)
     if _drops(dropout_p):
         weight = weight * _keep(generator, weight.shape, dropout_p).astype(weight.dtype)
     made = _dot(_rows(weight.astype(value.dtype), key), value, (3, 2), ctx).reshape(*scores.shape[:3], value.shape[3])
-    made = made / jnp.where(total == 0, 1, total)
+    made = made / total
     return made, (jnp.log(total) + top)[..., 0]
 
 

@@ -11,6 +11,8 @@ import torch
 
 from torchtpu.ops.registry import jnp, lowering, opmath
 
+_FEW_CLASSES = 2048
+
 
 def _picked(target: Any, classes: int, ignore_index: int, ctx: Any) -> tuple[Any, Any]:
     """(the class to read at each place, whether the place counts)."""
@@ -28,15 +30,26 @@ def _nll(self: Any, target: Any, weight: Any, reduction: int, ignore_index: int,
     x = opmath(self)
     index, counts = _picked(target, x.shape[axis], ignore_index, ctx)
     each = _weights(weight, index, counts, x.dtype)
-    picked = jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis, mode="clip")
     # A place that does not count adds nothing, even where the score is NaN or infinite.
-    losses = jnp.where(counts, -jnp.squeeze(picked, axis) * each, 0)
+    losses = jnp.where(counts, -_scores_of(x, index, axis, ctx) * each, 0)
     total = each.sum()
     if reduction == 0 and x.ndim > 1:  # PyTorch has no total then
         return losses, jnp.zeros((), x.dtype)
     if reduction == 0:
         return losses, total
     return losses.sum() / total if reduction == 1 else losses.sum(), total
+
+
+def _scores_of(x: Any, index: Any, axis: int, ctx: Any) -> Any:
+    """The score of one class at each place."""
+    if ctx.platform == "tpu" and x.shape[axis] <= _FEW_CLASSES:  # there a gather is half a dozen kernels
+        return jnp.where(_is_class(x, index, axis), x, 0).sum(axis)
+    return jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis, mode="clip"), axis)
+
+
+def _is_class(x: Any, index: Any, axis: int) -> Any:
+    classes = jnp.arange(x.shape[axis], dtype=index.dtype).reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+    return classes == jnp.expand_dims(index, axis)
 
 
 def _nll_backward(
@@ -47,9 +60,8 @@ def _nll_backward(
     each = _weights(weight, index, counts, x.dtype)
     grad = grad / total.astype(grad.dtype) if reduction == 1 else grad
     slope = jnp.expand_dims(jnp.where(counts, -each * grad, 0), axis)
-    classes = jnp.arange(x.shape[axis], dtype=index.dtype).reshape([-1 if i == axis else 1 for i in range(x.ndim)])
     # A comparison with every class, not a scatter: it fuses with the log_softmax gradient that follows.
-    return jnp.where(classes == jnp.expand_dims(index, axis), slope, 0)
+    return jnp.where(_is_class(x, index, axis), slope, 0)
 
 
 @lowering("nll_loss_forward")
