@@ -169,6 +169,40 @@ def test_lists_refuse_elements_for_which_no_device_has_a_kernel(call: Callable[[
             call([torch.ones(2, dtype=torch.bool, device=device)])
 
 
+REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a product of two dtypes": lambda x: x @ x.half(),
+    "a product of numbers and integers": lambda x: torch.mm(x, x.long()),
+    "a convolution of two dtypes": lambda x: functional.conv1d(x[None], x[None].double()),
+    "bits of floating numbers": lambda x: x & 1,
+    "shifts of floating numbers": lambda x: x << 1,
+    "an order of complex numbers": lambda x: x.cfloat() > 1,
+    "a sorted list of complex numbers": lambda x: x.cfloat().sort()[0],
+    "a softmax of integers": lambda x: x.int().softmax(0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_device_has_a_kernel_for_is_refused_by_the_call(name: str) -> None:
+    errors = []
+    for device in ("cpu", "tpu"):
+        with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+            REFUSED[name](torch.ones(2, 2, device=device))
+        errors.append((raised.type, str(raised.value)))
+    assert errors[0] == errors[1]
+
+
+def test_what_cuda_has_a_kernel_for_is_taken() -> None:
+    x = torch.ones(2, 2, device="tpu")
+    assert x.bool().abs().tolist() == [[True, True]] * 2
+    assert (x.to(torch.uint16) + 1).tolist() == [[2, 2]] * 2
+    half = x.bfloat16()
+    for made in (
+        torch.addmm(x, half, half, out_dtype=torch.float32),
+        torch.baddbmm(x[None], half[None], half[None], out_dtype=torch.float32)[0],
+    ):
+        assert made.dtype == torch.float32 and made.tolist() == [[3, 3]] * 2
+
+
 def test_a_histogram_of_nan_fails_the_next_read() -> None:
     x = torch.tensor([1.0, float("nan")], device="tpu")
     with pytest.raises(RuntimeError, match="range is not finite"):

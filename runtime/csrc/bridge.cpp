@@ -146,7 +146,11 @@ void infer_in_python(const OpInfo& info, Stack* stack) {
   py::gil_scoped_acquire gil;
   guarded([&] {
     py::list args;
-    for (const IValue& v : *stack) args.append(torch::jit::toPyObject(v));
+    for (size_t i = 0; i < stack->size(); i++) {
+      const IValue& v = (*stack)[i];
+      bool is_dtype = info.args[i].role == ArgRole::kDtype && v.isInt();
+      args.append(is_dtype ? py::cast(static_cast<at::ScalarType>(v.toInt())) : torch::jit::toPyObject(v));
+    }
     py::object results = engine().attr("infer")(info.name, args);
     const auto& returns = info.handle.schema().returns();
     if (returns.size() == 1) results = py::make_tuple(results);

@@ -211,28 +211,68 @@ void check_overlap(const OpInfo& info, const c10::OperatorHandle& op, const IVal
 void try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   Silence silence;
   Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) {
-    return at::ones(t.dim() == 0 ? at::IntArrayRef() : at::IntArrayRef(1), t.options().device(at::kCPU));
+    return at::ones(c10::SmallVector<int64_t, 5>(t.dim(), 1), t.options().device(at::kCPU));
   });
   op.callBoxed(&stack);
 }
 
-// Lowerings take more dtypes than the CPU has kernels for.
-bool lacks_kernel(const c10::Error& error) {
-  return std::string_view(error.what_without_backtrace()).find("not implemented for '") != std::string_view::npos;
+constexpr std::string_view kRefusal = "not implemented for '";
+
+// Whether PyTorch has no kernel for a dtype.
+bool is_refusal(const c10::Error& error) {
+  return std::string_view(error.what_without_backtrace()).find(kRefusal) != std::string_view::npos;
 }
 
-// Those meta kernels also let dtypes pass that the CPU refuses.
-void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
-  if (info.random || !op.hasTag(at::Tag::pointwise)) return;
-  try {
-    try_on_cpu(info, op, args);
-  } catch (const c10::Error& error) {  // perhaps for the shapes that were made up here
-    if (may_ask_cpu && !lacks_kernel(error)) raise_cpu_error(info, op, args);
-  }
+// Lowerings take more dtypes than the CPU has kernels for.  Of these the CPU has as many as CUDA, but for one.
+bool lacks_kernel(const OpInfo& info, const c10::Error& error) {
+  if (!is_refusal(error)) return false;
+  std::string_view text = error.what_without_backtrace();
+  text.remove_prefix(text.find(kRefusal) + kRefusal.size());
+  text = text.substr(0, text.find('\''));
+  if (text == "Bool" && info.name.starts_with("abs")) return true;
+  return std::ranges::none_of(
+      std::initializer_list<at::ScalarType>{at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble, at::kBool,
+                                            at::kByte, at::kChar, at::kShort, at::kInt, at::kLong},
+      [&](at::ScalarType type) { return text == c10::toString(type); });
 }
 
 bool has_shape_function(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+}
+
+// What a kernel may refuse that shape functions, and torch's meta kernels, let pass.
+enum class Refuses { kNothing, kAnything, kDtype };
+
+Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+  if (info.random) return Refuses::kNothing;
+  if (op.hasTag(at::Tag::pointwise)) return Refuses::kAnything;
+  int tensors = 0;
+  bool has_number = false, is_mixed = false;
+  std::optional<at::ScalarType> first;
+  for (size_t i = 0; i < info.args.size(); i++) {
+    for_each_tensor(args[i], [&](const at::Tensor& t) {
+      at::ScalarType type = t.scalar_type();
+      tensors++;
+      has_number |= !c10::isFloatingType(type);
+      // masks, and the weights of quantized models, have dtypes of their own
+      if (type == at::kBool || type == at::kInt || c10::elementSize(type) == 1) return;
+      is_mixed |= first && type != *first;
+      first = type;
+    });
+  }
+  if (info.multiplies && is_mixed) return Refuses::kAnything;
+  return tensors == 1 && has_number && has_shape_function(op) ? Refuses::kDtype : Refuses::kNothing;
+}
+
+void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
+  Refuses refuses = may_refuse(info, op, args);
+  if (refuses == Refuses::kNothing || !may_ask_cpu) return;
+  try {
+    try_on_cpu(info, op, args);
+  } catch (const c10::Error& error) {  // perhaps for the shapes that were made up here
+    if (lacks_kernel(info, error) || (refuses == Refuses::kDtype && !is_refusal(error))) return;
+    raise_cpu_error(info, op, args);
+  }
 }
 
 // Asks PyTorch's C++ shape function.  On meta tensors torch runs Python code in its place, which chooses other strides;
@@ -282,7 +322,7 @@ bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const 
   try {
     try_on_cpu(info, op, args);
   } catch (const c10::Error& error) {
-    return !lacks_kernel(error);
+    return !lacks_kernel(info, error);
   }
   return false;
 }

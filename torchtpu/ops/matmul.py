@@ -156,7 +156,13 @@ def addmm(self, mat1, mat2, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, product(mat1, mat2, ctx))
 
 
-@lowering("addmm.dtype", "baddbmm.dtype", structural=_SCALES, multiplies=True)
+def _infer_wider(self: Tensor, mat1: Tensor, mat2: Tensor, out_dtype: torch.dtype, *_: Any) -> Tensor:
+    made = torch.matmul(mat1, mat2).to(out_dtype)
+    self.expand(made.shape)
+    return made
+
+
+@lowering("addmm.dtype", "baddbmm.dtype", structural=_SCALES, infer=_infer_wider, multiplies=True)
 def addmm_dtype(self, mat1, mat2, out_dtype, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, product(mat1, mat2, ctx).astype(jax_dtype(out_dtype)))
 

@@ -17,6 +17,8 @@ COMPARE_ALL_LIMIT = 1 << 20  # comparisons up to which counting beats a binary s
 
 def _infer_sort(self: torch.Tensor, *options: Any) -> Any:
     """The functional form: PyTorch's meta kernel of the out= form forgets the strides of what is written."""
+    if self.is_complex():
+        raise RuntimeError("Sort does not support complex dtypes")
     if len(options) == 3:
         return torch.ops.aten.sort(self, stable=options[0], dim=options[1], descending=options[2])
     return torch.ops.aten.sort(self, *options)
