@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtpu import metrics
 
-STEPS = 3
+STEPS = 10
 
 
 def make_model() -> nn.Module:
@@ -268,9 +268,7 @@ def dtensors() -> None:
     assert torch.equal((rows @ rows.t()).full_tensor().cpu(), x @ x.t())
     parts = DTensor.from_local(x.to("tpu"), mesh, [Partial()])
     assert torch.equal(parts.full_tensor().cpu(), x * dist.get_world_size())
-    assert torch.equal(
-        parts.redistribute(mesh, [Shard(0)]).full_tensor().cpu(), x * dist.get_world_size()
-    )
+    assert torch.equal(parts.redistribute(mesh, [Shard(0)]).full_tensor().cpu(), x * dist.get_world_size())
     assert rows.sum().full_tensor().item() == x.sum().item()
 
 
@@ -328,6 +326,18 @@ def checkpoint(folder: str) -> None:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
     for found, wanted in zip(model.parameters(), before, strict=True):
         assert torch.equal(found.full_tensor().cpu(), wanted)
+
+
+def reshard(old: str, new: str) -> None:
+    """What other ranks saved in one folder is loaded by these, and saved in another one."""
+    model = make_model().to("tpu")
+    fully_shard(model)
+    optimizer = adamw(model)
+    weights, states = get_state_dict(model, optimizer)  # which makes the optimizer's
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=old)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=new)
 
 
 def load_alone(folder: str) -> None:

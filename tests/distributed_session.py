@@ -27,6 +27,7 @@ def main() -> None:
         "fusion": functools.partial(distributed_fusion.check_all, 20),
         "thousand": functools.partial(distributed_fusion.check_all, 1000),
         "clients": functools.partial(distributed_clients.check_all, folder),
+        "reshard": functools.partial(distributed_clients.reshard, folder, f"{folder}/{os.environ['WORLD_SIZE']}"),
     }
     for part in parts:
         checks[part]()

@@ -14,9 +14,12 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from script import Ended, is_gone
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 HERE = Path(__file__).resolve().parent
 
@@ -117,6 +120,14 @@ def load_alone(folder: Path) -> None:
     assert alone.returncode == 0, alone.stderr
 
 
+def contents(checkpoint: Path) -> dict[str, Any]:
+    """All that a distributed checkpoint holds, its tensors whole."""
+    whole = checkpoint / "whole.pt"
+    dcp_to_torch_save(checkpoint, whole)
+    found: dict[str, Any] = torch.load(whole, weights_only=False)
+    return found
+
+
 def test_every_collective_leaves_what_gloo_leaves(world: tuple[Ended, Path]) -> None:
     passed(world[0], "collectives")
 
@@ -152,6 +163,14 @@ def test_four_ranks_do_what_two_do(tmp_path: Path) -> None:
     passed(ended, "collectives", 4)
     passed(ended, "clients", 4)
     load_alone(tmp_path)
+    for folder, ranks in ((tmp_path, 2), (tmp_path / "2", 4)):
+        passed(torchrun("distributed_session.py", str(folder), "reshard", ranks=ranks), "reshard", ranks)
+    found, wanted = contents(tmp_path / "2" / "4"), contents(tmp_path)
+    assert found["optimizer"]["param_groups"] == wanted["optimizer"]["param_groups"]
+    for parts in (found, wanted):
+        parts |= parts.pop("optimizer")["state"]
+    assert len(wanted) == 1 + 8  # the model's, and a state for each of its parameters
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_a_killed_rank_ends_the_others_with_an_error_that_names_it() -> None:
