@@ -191,6 +191,13 @@ def test_what_no_device_has_a_kernel_for_is_refused_by_the_call(name: str) -> No
     assert errors[0] == errors[1]
 
 
+def test_what_is_large_is_refused_as_well() -> None:
+    x = torch.empty(3000, 3000, device="tpu")
+    for call in (lambda: x.double() @ x, lambda: x & x):
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"same dtype|not implemented for 'Float'"):
+            call()
+
+
 def test_what_cuda_has_a_kernel_for_is_taken() -> None:
     x = torch.ones(2, 2, device="tpu")
     assert x.bool().abs().tolist() == [[True, True]] * 2

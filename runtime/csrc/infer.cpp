@@ -178,10 +178,12 @@ int64_t total_bytes(const OpInfo& info, const IValue* args) {
   return bytes;
 }
 
-// CPU kernels do not check pivots, and those of the zeros that stand in for them lie outside of the matrix.
-bool takes_pivots(const c10::OperatorHandle& op) {
-  return std::ranges::any_of(op.schema().arguments(),
-                             [](const auto& argument) { return argument.name().ends_with("pivots"); });
+// Whether the CPU has a kernel that made-up values cannot harm: pivots are not checked, and zeros lie outside of the
+// matrix.
+bool has_cpu_kernel(const c10::OperatorHandle& op) {
+  return op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU) &&
+         std::ranges::none_of(op.schema().arguments(),
+                              [](const auto& argument) { return argument.name().ends_with("pivots"); });
 }
 
 // torch's meta kernels are Python with wordings of their own: the CPU kernel's error is the one users know.
@@ -223,9 +225,10 @@ bool is_refusal(const c10::Error& error) {
   return std::string_view(error.what_without_backtrace()).find(kRefusal) != std::string_view::npos;
 }
 
-// Lowerings take more dtypes than the CPU has kernels for.  Of these the CPU has as many as CUDA, but for one.
+// Lowerings take more dtypes than the CPU has kernels for, and ops that it has none for.  Of the dtypes below the CPU
+// takes as many as CUDA, but for one.
 bool lacks_kernel(const OpInfo& info, const c10::Error& error) {
-  if (!is_refusal(error)) return false;
+  if (!is_refusal(error)) return dynamic_cast<const c10::NotImplementedError*>(&error) != nullptr;
   std::string_view text = error.what_without_backtrace();
   text.remove_prefix(text.find(kRefusal) + kRefusal.size());
   text = text.substr(0, text.find('\''));
@@ -264,14 +267,17 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   return tensors == 1 && has_number && has_shape_function(op) ? Refuses::kDtype : Refuses::kNothing;
 }
 
+// Asks of one element; the call itself says it best, where `may_ask_cpu`.
 void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
   Refuses refuses = may_refuse(info, op, args);
-  if (refuses == Refuses::kNothing || !may_ask_cpu) return;
+  if (refuses == Refuses::kNothing || !has_cpu_kernel(op)) return;
   try {
     try_on_cpu(info, op, args);
   } catch (const c10::Error& error) {  // perhaps for the shapes that were made up here
     if (lacks_kernel(info, error) || (refuses == Refuses::kDtype && !is_refusal(error))) return;
-    raise_cpu_error(info, op, args);
+    if (may_ask_cpu) return raise_cpu_error(info, op, args);
+    std::string_view text = error.what_without_backtrace();
+    if (is_refusal(error) || text.find("same dtype") != std::string_view::npos) throw;
   }
 }
 
@@ -331,8 +337,7 @@ std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op,
   check_devices(info, args);
   if (reads_through_mask(info, args)) return std::nullopt;
   PlainDispatch plain;
-  bool may_ask_cpu = total_bytes(info, args) <= kMaxErrorBytes &&
-                     op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU) && !takes_pivots(op);
+  bool may_ask_cpu = total_bytes(info, args) <= kMaxErrorBytes && has_cpu_kernel(op);
   if (is_odd(info, args)) check_overlap(info, op, args, may_ask_cpu && !info.random);
   check_dtypes(info, op, args, may_ask_cpu);
   Inferred inferred;

@@ -120,7 +120,7 @@ def _into_slices(
     dim %= rows.ndim
     index = checked(ctx, index.reshape(-1), rows.shape[dim], message, error)
     source = source.reshape(rows.shape[:dim] + index.shape + rows.shape[dim + 1 :]).astype(x.dtype)
-    if how == "set" and index.size == 1:  # as into a cache of keys; unlike a scatter it reads nothing
+    if how == "set" and index.size == 1 <= rows.shape[dim]:  # as into a cache: unlike a scatter it reads nothing
         return lax.dynamic_update_slice_in_dim(rows, source, index[0], dim).reshape(x.shape)
     return _reduced(how, rows, (slice(None),) * dim + (index,), source, include_self).reshape(x.shape)
 
