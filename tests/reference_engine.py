@@ -127,9 +127,11 @@ def reference_engine() -> Iterator[ReferenceEngine]:
 
 def _exchange(engine: Any) -> None:
     gc.collect()
-    torch.tpu.synchronize()
-    _C.forget_streams()  # its plans hold the executables of the engine that made them
-    _C.set_engine(engine)
+    try:
+        torch.tpu.synchronize()
+    finally:  # what a failing test left is no later test's
+        _C.forget_streams()  # its plans hold the executables of the engine that made them
+        _C.set_engine(engine)
 
 
 @contextlib.contextmanager

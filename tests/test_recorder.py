@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -152,8 +153,10 @@ def test_forgotten_streams_free_their_plans(engine: ReferenceEngine) -> None:
     assert len(engine.executables) == 1
     _C.forget_streams()
     torch.tpu.synchronize()
-    _C.drain()
-    gc.collect()
+    deadline = time.monotonic() + 10
+    while engine.executables and time.monotonic() < deadline:  # the launcher may just be letting go of its work
+        _C.drain()
+        gc.collect()
     assert not engine.executables
     assert metrics.snapshot()["trie_nodes"] == 0
 

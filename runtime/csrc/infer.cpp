@@ -220,6 +220,10 @@ void try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue*
 
 constexpr std::string_view kRefusal = "not implemented for '";
 
+bool is_not_implemented(const c10::Error& error) {
+  return dynamic_cast<const c10::NotImplementedError*>(&error) != nullptr;
+}
+
 // Whether PyTorch has no kernel for a dtype.
 bool is_refusal(const c10::Error& error) {
   return std::string_view(error.what_without_backtrace()).find(kRefusal) != std::string_view::npos;
@@ -228,7 +232,8 @@ bool is_refusal(const c10::Error& error) {
 // Lowerings take more dtypes than the CPU has kernels for, and ops that it has none for.  Of the dtypes below the CPU
 // takes as many as CUDA, but for one.
 bool lacks_kernel(const OpInfo& info, const c10::Error& error) {
-  if (!is_refusal(error)) return dynamic_cast<const c10::NotImplementedError*>(&error) != nullptr;
+  // kernels that are only there to be replaced raise too; none of them is pointwise
+  if (!is_refusal(error)) return is_not_implemented(error) && !info.handle.hasTag(at::Tag::pointwise);
   std::string_view text = error.what_without_backtrace();
   text.remove_prefix(text.find(kRefusal) + kRefusal.size());
   text = text.substr(0, text.find('\''));
@@ -277,7 +282,7 @@ void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValu
     if (lacks_kernel(info, error) || (refuses == Refuses::kDtype && !is_refusal(error))) return;
     if (may_ask_cpu) return raise_cpu_error(info, op, args);
     std::string_view text = error.what_without_backtrace();
-    if (is_refusal(error) || text.find("same dtype") != std::string_view::npos) throw;
+    if (is_not_implemented(error) || text.find("same dtype") != std::string_view::npos) throw;
   }
 }
 
