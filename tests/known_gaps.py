@@ -41,7 +41,6 @@ _BY_NAME: tuple[tuple[str, str, Gap], ...] = (
     ("special.bessel_j0", "float64", Gap("the CPU is off by 4e-7 near 5")),
     ("special.bessel_y1", "float64", Gap("the CPU is off by 8e-7 near 5")),
     ("matrix_exp", "float16", Gap("the CPU overflows on its way and returns NaN")),
-    ("tensordot", HALF, Gap("the gradient for a factor of one column has other strides", "backward")),
     ("SparseAdam", "float32 float64", SPARSE._replace(mode="loop")),
     ("aten::_native_batch_norm_legit_no_training", "float32 bfloat16", STATISTICS),
 )
