@@ -178,6 +178,10 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "an order of complex numbers": lambda x: x.cfloat() > 1,
     "a sorted list of complex numbers": lambda x: x.cfloat().sort()[0],
     "the positive part of complex numbers": lambda x: x.cfloat().relu_(),
+    "a number too large for the elements": lambda x: x.int().fill_(1e30),
+    "a complex number for real elements": lambda x: x.masked_fill_(x > 0, 1j),
+    "many numbers for masked elements": lambda x: x.masked_fill(x > 0, x[0]),
+    "a number too large for scattered elements": lambda x: x.int().scatter(0, x.long(), 1e30),
     "a softmax of integers": lambda x: x.int().softmax(0),
 }
 
@@ -194,8 +198,8 @@ def test_what_no_device_has_a_kernel_for_is_refused_by_the_call(name: str) -> No
 
 def test_what_is_large_is_refused_as_well() -> None:
     x = torch.empty(3000, 3000, device="tpu")
-    message = r"same dtype|not implemented for 'Float'|not supported for complex"
-    for call in (lambda: x.double() @ x, lambda: x & x, lambda: x.cfloat().relu()):
+    message = r"same dtype|not implemented for 'Float'|not supported for complex|without overflow"
+    for call in (lambda: x.double() @ x, lambda: x & x, lambda: x.cfloat().relu(), lambda: x.long().fill_(1e30)):
         with pytest.raises((RuntimeError, NotImplementedError), match=message):
             call()
 

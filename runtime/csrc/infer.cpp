@@ -248,6 +248,14 @@ bool has_shape_function(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
 }
 
+// Whether a number of the caller's, which may not fit the dtype, becomes an element.
+bool takes_element(const c10::OperatorHandle& op) {
+  return std::ranges::any_of(op.schema().arguments(), [](const auto& argument) {
+    bool is_element = argument.name() == "value" || argument.name() == "fill_value";
+    return is_element && argument.real_type()->kind() == c10::TypeKind::NumberType;
+  });
+}
+
 // What a kernel may refuse that shape functions, and torch's meta kernels, let pass.
 enum class Refuses { kNothing, kAnything, kDtype };
 
@@ -268,7 +276,7 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
       first = type;
     });
   }
-  if (info.multiplies && is_mixed) return Refuses::kAnything;
+  if ((info.multiplies && is_mixed) || (tensors && takes_element(op))) return Refuses::kAnything;
   return tensors == 1 && has_number && has_shape_function(op) ? Refuses::kDtype : Refuses::kNothing;
 }
 
@@ -282,7 +290,9 @@ void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValu
     if (lacks_kernel(info, error) || (refuses == Refuses::kDtype && !is_refusal(error))) return;
     if (may_ask_cpu) return raise_cpu_error(info, op, args);
     std::string_view text = error.what_without_backtrace();
-    if (is_not_implemented(error) || text.find("same dtype") != std::string_view::npos) throw;
+    bool names_dtypes =
+        text.find("same dtype") != std::string_view::npos || text.find("converted") != std::string_view::npos;
+    if (is_not_implemented(error) || names_dtypes) throw;
   }
 }
 

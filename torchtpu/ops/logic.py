@@ -179,6 +179,10 @@ def where(condition, self, other, *, ctx):
 
 def _infer_masked_fill(self: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
     """Contiguous, whatever it is filled over."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        raise RuntimeError(
+            f"masked_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.dim()} dimension(s)."
+        )
     return self.new_empty(torch.broadcast_shapes(self.shape, mask.shape))
 
 

@@ -25,7 +25,7 @@ def cumprod(x, dim, *, dtype=None, ctx):
 def logcumsumexp(x, dim):
     x = opmath(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return x if x.ndim == 0 else lax.associative_scan(jnp.logaddexp, x, axis=dim % x.ndim)
+        return _running(_complex_cumlogsumexp, x, dim)
     return _running(lax.cumlogsumexp, x, dim)
 
 
@@ -41,6 +41,23 @@ def cummin(x, dim):
 
 def _running(function: Any, x: Any, dim: int) -> Any:
     return function(x, axis=dim % x.ndim) if x.size and x.ndim else x
+
+
+def _complex_cumlogsumexp(x: Any, axis: int) -> Any:
+    """One element after the other: which multiple of 2 pi a phase has depends on the order."""
+
+    def step(total: Any, element: Any) -> tuple[Any, Any]:
+        is_larger = element.real >= total.real
+        larger, smaller = jnp.where(is_larger, element, total), jnp.where(is_larger, total, element)
+        phase = larger.imag + jnp.angle(1 + jnp.exp(smaller - larger))
+        added = jnp.logaddexp(total, element)  # its phase lies within pi of zero
+        total = lax.complex(added.real, jnp.where(jnp.isfinite(phase), phase, added.imag))
+        return total, total
+
+    elements = jnp.moveaxis(x, axis, 0)
+    first = elements[0]
+    _, rest = lax.scan(step, first, elements[1:])
+    return jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, axis)
 
 
 def _record(function: Any, x: Any, dim: int) -> tuple[Any, Any]:
