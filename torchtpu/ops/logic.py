@@ -183,6 +183,8 @@ def _infer_masked_fill(self: torch.Tensor, mask: torch.Tensor, value: Any) -> to
         raise RuntimeError(
             f"masked_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.dim()} dimension(s)."
         )
+    if isinstance(value, torch.Tensor) and value.is_complex() and not self.is_complex():
+        torch.zeros((), dtype=self.dtype, device="cpu").fill_(1j)  # raises
     return self.new_empty(torch.broadcast_shapes(self.shape, mask.shape))
 
 
