@@ -93,7 +93,7 @@ class Plans:
         ops = take_apart(program.ops, self._fragments.maps)
         if not may_have_clusters(ops, self._fragments.platform):
             return None
-        key = self._key("clusters", program, _SEARCH)
+        key = self._key("cluster", program, _SEARCH)
         stored = None if key is None else self._store.get(key)
         if stored is None:
             places = search(program, ops, self._fragments)
