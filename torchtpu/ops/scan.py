@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -12,12 +14,14 @@ from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
 @lowering("cumsum")
 def cumsum(x, dim, *, dtype=None, ctx):
-    return _running(lax.cumsum, summand(x, ctx), dim)
+    one_by_one = functools.partial(_one_by_one, operator.add, 0)
+    return _running(one_by_one if ctx.platform == "cpu" else lax.cumsum, summand(x, ctx), dim)
 
 
 @lowering("cumprod")
 def cumprod(x, dim, *, dtype=None, ctx):
-    return _running(lax.cumprod, summand(x, ctx), dim)
+    one_by_one = functools.partial(_one_by_one, operator.mul, 1)
+    return _running(one_by_one if ctx.platform == "cpu" else lax.cumprod, summand(x, ctx), dim)
 
 
 @lowering("_logcumsumexp", infer=lambda x, dim: torch.empty_like(x))
@@ -41,6 +45,19 @@ def cummin(x, dim):
 
 def _running(function: Any, x: Any, dim: int) -> Any:
     return function(x, axis=dim % x.ndim) if x.size and x.ndim else x
+
+
+def _one_by_one(function: Any, first: int, x: Any, axis: int) -> Any:
+    """In order and in double precision, as PyTorch's CPU kernel; XLA's own form passes over x once per doubling."""
+    wide = jnp.promote_types(x.dtype, jnp.float64) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+
+    def step(total: Any, element: Any) -> tuple[Any, Any]:
+        total = function(total, element.astype(wide))
+        return total, total.astype(x.dtype)
+
+    elements = jnp.moveaxis(x, axis, 0)
+    _, made = lax.scan(step, jnp.full(elements.shape[1:], first, wide), elements, unroll=8)
+    return jnp.moveaxis(made, 0, axis)
 
 
 def _complex_cumlogsumexp(x: Any, axis: int) -> Any:
