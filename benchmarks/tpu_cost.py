@@ -92,7 +92,7 @@ def cost_of_jax(workload: str, target: str) -> dict[str, Any]:
     arrays = data.tokens() if workload == "decode" else data.batch(workload)
     narrow = [array.astype("int32") if array.dtype == np.int64 else array for array in arrays]
     more = [data.learning_rate(0)] if workload == "w8" else []
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision("default" if step.dtype == jax.numpy.bfloat16 else "highest"):
         lowered = step.function.trace(parameters, step.rest, *narrow, *more).lower(lowering_platforms=("tpu",))
     return AotClient(target).compile(lowered.as_text()).cost._asdict()
 

@@ -148,7 +148,7 @@ def step(forward, backward, key_heads=8, length=2048, has_mask=False, is_causal=
                                   None, length, length, dropout_p, is_causal, *draw, scale=None, ctx=context)[:3]
     query, key = struct(2, 8, length, 128), struct(2, key_heads, length, 128)
     mask = struct(1, 1, length, length) if has_mask else None
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):  # as the engine traces
         text = jax.jit(attend).trace(query, key, key, query, mask).lower(lowering_platforms=("tpu",)).as_text()
     return client.compile(text).cost.temporary_bytes, text.count("tpu_custom_call")
 

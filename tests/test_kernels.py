@@ -42,7 +42,7 @@ def add_one(x: Any) -> Any:
 
 
 def matmul_kernel(x_ref: Any, y_ref: Any, o_ref: Any) -> None:
-    o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=o_ref.dtype)
+    o_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32).astype(o_ref.dtype)
 
 
 def matmul_by_blocks(x: Any, y: Any) -> Any:
@@ -207,12 +207,18 @@ def elementwise(x, y):
 def product(x, y):
     return matmul(x, y).relu()
 
+def half_product(x, y):
+    return matmul(x.bfloat16(), y.bfloat16()).float()
+
 def attention(x, y):
     heads = x.view(1, 2, 128, 128)
     return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
+def half_attention(x, y):
+    return attention(x.bfloat16(), y).float()
+
 worker, found = Worker(target, startup.open_store()), {}
-for step in (elementwise, product, attention):
+for step in (elementwise, product, half_product, attention, half_attention):
     x, y = (torch.randn(256, 128).to("tpu").requires_grad_() for _ in range(2))
     y = y.detach().view(128, 256).requires_grad_()
     step(x, y).square().sum().backward()
@@ -245,4 +251,5 @@ def test_kernels_and_their_gradients_compile_for_tpus(target: str, tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     # The product's own backward is given the results, which its part of the program makes again.
-    assert json.loads(done.stdout.splitlines()[-1]) == {"elementwise": 1, "product": 4, "attention": 3}
+    expected = {"elementwise": 1, "product": 4, "half_product": 4, "attention": 3, "half_attention": 3}
+    assert json.loads(done.stdout.splitlines()[-1]) == expected

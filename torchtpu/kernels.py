@@ -13,6 +13,7 @@ one op `torchtpu::jax_call`, whose lowering calls the function that a call names
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -43,7 +44,8 @@ def jax_kernel(
 
     Tensors may stand anywhere in the arguments, also inside lists, tuples and dicts; everything else is static and has
     to be hashable. Results are tensors in the structure that the function returns. Shapes come from `jax.eval_shape`;
-    as in JAX, 64-bit arrays become 32-bit ones unless `jax_enable_x64` is set where the kernel is called.
+    as in JAX, 64-bit arrays become 32-bit ones unless `jax_enable_x64` is set where the kernel is called, and products
+    have the precision of `jax_default_matmul_precision` there.
 
     The gradient is that of `jax.vjp`. `backward(arguments, outputs, gradients)`, a JAX function of three lists of
     arrays, replaces it; it returns one gradient (or None) per tensor argument.
@@ -91,11 +93,12 @@ class _Flat:
     spec: Any
     statics: tuple[Any, ...]
     has_x64: bool
+    precision: str | None
     derived: tuple[tuple[Any, ...], ...] = ()
 
     def __call__(self, arrays: Arrays) -> list[Any]:
         """Traces; the results are flat."""
-        with jax.enable_x64(self.has_x64):
+        with jax.enable_x64(self.has_x64), jax.default_matmul_precision(self.precision):
             if not self.has_x64:
                 arrays = [_narrow(a) for a in arrays]
             return self.function()(list(arrays))
@@ -202,7 +205,8 @@ class _Kernel:
         _check(name, tensors)
         statics = tuple(_ARRAY if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         try:
-            number = _table.number(_Flat(self, spec, statics, bool(jax.config.jax_enable_x64)))
+            modes = bool(jax.config.jax_enable_x64), jax.config.jax_default_matmul_precision
+            number = _table.number(_Flat(self, spec, statics, *modes))
         except TypeError as error:
             raise TypeError(f"{name}: static arguments of a kernel have to be hashable: {error}") from error
         structure = _structure(number, tuple(_aval(t) for t in tensors))  # raises the function's own errors
@@ -310,7 +314,7 @@ def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[list[torc
     wanted = tuple(i for i, t in enumerate(arrays) if t.is_floating_point() or t.is_complex())
     flat = _table.flats[ctx.function]
     derived = (*flat.derived, ("vjp", wanted, len(arrays)))
-    number = _table.number(_Flat(flat.kernel, flat.spec, flat.statics, flat.has_x64, derived))
+    number = _table.number(dataclasses.replace(flat, derived=derived))
     given = [
         torch.zeros(shape, dtype=dtype, device=arrays[0].device) if g is None else g
         for g, (shape, dtype) in zip(gradients, ctx.outputs, strict=True)
@@ -323,6 +327,6 @@ def _batch(info: Any, in_dims: Any, arrays: list[torch.Tensor], function: int, n
     dims = tuple(in_dims[0])
     flat = _table.flats[function]
     derived = (*flat.derived, ("vmap", dims, info.batch_size))
-    number = _table.number(_Flat(flat.kernel, flat.spec, flat.statics, flat.has_x64, derived))
+    number = _table.number(dataclasses.replace(flat, derived=derived))
     made = torch.ops.torchtpu.jax_call(arrays, number, name)
     return made, [0] * len(made)

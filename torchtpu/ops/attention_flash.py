@@ -9,6 +9,8 @@ serves as the largest score of a sum of 1.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torchtpu.ops import attention_blocked
@@ -30,6 +32,14 @@ def _fits(query: Any, key: Any, value: Any, bias: Any, dropout_p: Any) -> bool:
         and query.shape[3] == value.shape[3] <= _LARGEST_HEAD
         and all(n and n % _BLOCK == 0 for n in lengths)
     )
+
+
+@contextlib.contextmanager
+def _as_kernels_take_it(query: Any, ctx: Any) -> Iterator[None]:
+    """32-bit indices, and one of the precisions that Mosaic has: of bfloat16 it has no product but the plain one."""
+    is_precise = query.dtype == jnp.float32 and ctx.precision != "medium"
+    with jax.enable_x64(False), jax.default_matmul_precision("highest" if is_precise else "default"):
+        yield
 
 
 def _block(length: int) -> int:
@@ -72,7 +82,7 @@ def flash_forward(
         return attention(*given, return_debug_mask, scale=scale, generator=generator, ctx=ctx)
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
-    with jax.enable_x64(False):
+    with _as_kernels_take_it(query, ctx):
         factor, fixed = _factors(query, scale)
         q, k = _block(query.shape[2]), _block(key.shape[2])
         made, total, top = flash._flash_attention_impl(
@@ -106,7 +116,7 @@ def flash_backward(
         )  # fmt: skip
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
-    with jax.enable_x64(False):
+    with _as_kernels_take_it(query, ctx):
         factor, fixed = _factors(query, scale)
         q, k = _block(query.shape[2]), _block(key.shape[2])
         blocks = flash.BlockSizes(q, k, k, 1, q, k, k, q, k, k, q)
