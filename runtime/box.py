@@ -45,6 +45,46 @@ class Box(NamedTuple):
         """Whether every element of the array is taken."""
         return all(r.taken == f for r, f in zip(self.ranges, self.factors, strict=True))
 
+    def window(self, shape: Shape) -> Window | None:
+        """The box in two steps for an array of `shape`; None where a factor runs over two of its dimensions.
+
+        Slicing whole rows before the array is reshaped keeps compilers from moving the rows that nobody takes.
+        """
+        ranges, factors, inner = [], list(self.factors), list(self.ranges)
+        first = 0
+        for size in shape:
+            last, left = first, size
+            while left > 1 and last < len(factors):
+                if left % self.factors[last]:
+                    return None
+                left //= self.factors[last]
+                last += 1
+            if left > 1:
+                return None
+            ranges.append(self._narrow(range(first, last), factors, inner))
+            first = last
+        return Window(tuple(ranges), self._replace(factors=tuple(factors), ranges=tuple(inner)))
+
+    def _narrow(self, group: range, factors: list[int], inner: list[Range]) -> Range:
+        """What is taken of the dimension that a group of factors makes up; they become those of what is taken."""
+        start, row = 0, math.prod(factors[k] for k in group)
+        for k in group:
+            row //= factors[k]
+            at = self.ranges[k]
+            start += at.start * row
+            step = at.step if row == 1 else 1
+            factors[k], inner[k] = (at.taken, Range(0, at.taken, 1)) if row == 1 else (at.extent, at._replace(start=0))
+            if at.taken != 1:
+                return Range(start, factors[k] * row, step)
+        return Range(start, 1, 1)
+
+
+class Window(NamedTuple):
+    """`ranges[d]` is taken of dimension d of an array; `box` is what is left to do with that part of it."""
+
+    ranges: tuple[Range, ...]
+    box: Box
+
 
 class _Dim(NamedTuple):
     stride: int

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .box import Box, Shape, find_box
+from .box import Box, Range, Shape, find_box
 from .casts import as_dtype, cast, cast_back, flatten
 from .hlo import Lines, Value
 from .region import Base
@@ -195,12 +195,18 @@ def _read(lines: Lines, array: Value, sizes: Shape, strides: Shape, offset: int)
     return _read_box(lines, array, box, sizes)
 
 
-def _read_box(lines: Lines, array: Value, box: Box, sizes: Shape) -> Value:
-    value = lines.reshape(array, box.factors)
-    ranges = box.ranges
-    value = lines.slice(
+def _slice(lines: Lines, value: Value, ranges: Sequence[Range]) -> Value:
+    return lines.slice(
         value, [r.start for r in ranges], [r.start + r.extent for r in ranges], [r.step for r in ranges]
     )
+
+
+def _read_box(lines: Lines, array: Value, box: Box, sizes: Shape) -> Value:
+    window = box.window(array.shape)
+    if window is not None:
+        array, box = _slice(lines, array, window.ranges), window.box
+    ranges = box.ranges
+    value = _slice(lines, lines.reshape(array, box.factors), ranges)
     order = [k for dim in box.dims for k in dim]
     if order != sorted(order):
         used = sorted(order)
@@ -230,7 +236,7 @@ def _write(lines: Lines, array: Value, new: Value, sizes: Shape, strides: Shape,
 
 
 def _write_box(lines: Lines, array: Value, new: Value, box: Box) -> Value:
-    """The array, reshaped to the box's factors, with `new` in the box."""
+    """The array with `new` in the box, in a shape that holds its rows."""
     ranges = box.ranges
     order = [k for dim in box.dims for k in dim]
     used = sorted(order)
@@ -240,6 +246,10 @@ def _write_box(lines: Lines, array: Value, new: Value, box: Box) -> Value:
     new = lines.reshape(new, tuple(r.taken for r in ranges))
     if box.is_whole:
         return new
+    window = box.window(array.shape)
+    if window is not None and window.box.is_whole and all(r.step == 1 for r in window.ranges):
+        new = lines.reshape(new, tuple(r.taken for r in window.ranges))
+        return lines.dynamic_update_slice(array, new, _constants(lines, [r.start for r in window.ranges], array.shape))
     old = lines.reshape(array, box.factors)
     if all(r.step == 1 for r in ranges):
         return lines.dynamic_update_slice(old, new, _constants(lines, [r.start for r in ranges], old.shape))

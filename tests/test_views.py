@@ -260,3 +260,13 @@ def test_a_transposed_view_is_one_transpose() -> None:
 def test_a_slice_keeps_the_dimensions_of_its_array() -> None:
     text = views.read(Base((8, 16, 32), torch.float32), View((8, 4, 32), (512, 32, 1), 64, torch.float32)).text
     assert text.split(" = ")[1].startswith("stablehlo.slice %X [0:8, 2:6, 0:32]")
+
+
+def test_rows_that_a_view_takes_are_sliced_before_they_are_reshaped() -> None:
+    base = torch.empty(2, 5, 24)
+    heads = base[:, :, 8:16].view(2, 5, 4, 2).transpose(1, 2)
+    read = views.read(_base(base), _view(heads)).text.splitlines()
+    assert "stablehlo.slice %X [0:2, 0:5, 8:16]" in read[0]
+    assert not any("stablehlo.slice" in line for line in read[1:])
+    written = views.write(_base(base), _view(heads)).text.splitlines()
+    assert "stablehlo.dynamic_update_slice %X" in written[-1]
