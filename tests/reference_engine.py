@@ -181,6 +181,16 @@ def _operands(args: tuple[Any, ...]) -> Iterator[Operand]:
             yield from _operands(arg)
 
 
+def _linear_backward(
+    x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, mask: list[bool]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = grad.reshape(-1, grad.shape[-1])
+    return grad @ weight, rows.T @ x.reshape(-1, x.shape[-1]), rows.sum(0)
+
+
+_WITHOUT_CPU_KERNEL = {"linear_backward": _linear_backward}
+
+
 def _run_op(op: Op, values: dict[int, torch.Tensor], numbers: dict[str, list[Any]]) -> None:
     name, _, overload = op.name.partition(".")
     function = getattr(getattr(torch.ops.aten, name), overload or "default")
@@ -208,7 +218,8 @@ def _run_op(op: Op, values: dict[int, torch.Tensor], numbers: dict[str, list[Any
 
     args = [build(value, (i, None)) for i, value in enumerate(op.args)][: len(arguments)]
     named = {s.name: _on_cpu(a, s) for a, s in zip(args, arguments, strict=True) if s.kwarg_only}
-    made = function(*(a for a, s in zip(args, arguments, strict=True) if not s.kwarg_only), **named)
+    kernel = _WITHOUT_CPU_KERNEL.get(op.name, function)
+    made = kernel(*(a for a, s in zip(args, arguments, strict=True) if not s.kwarg_only), **named)
     returns = made if len(function._schema.returns) > 1 else (made,)
     for result, value in zip(op.results, returns, strict=False):  # an op without returns gives one None
         for r, v in zip(result, value, strict=True) if isinstance(result, tuple) else [(result, value)]:

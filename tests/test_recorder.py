@@ -140,6 +140,18 @@ def test_the_precision_of_a_product_is_that_of_its_call(engine: ReferenceEngine)
     assert [op.precision for op in program.ops] == ["highest", "high", None, "medium", None]
 
 
+def test_a_linear_layer_is_one_op_each_way(engine: ReferenceEngine) -> None:
+    layer = nn.Linear(4, 3).tpu()
+    x = torch.ones(2, 5, 4).tpu().requires_grad_()
+    layer(x).sum().backward()
+    torch.tpu.synchronize()
+    names = [op.name for program in engine.programs for op in program.ops]
+    assert (names.count("linear"), names.count("linear_backward")) == (1, 1)
+    assert not {"addmm", "mm"}.intersection(names)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[10.0] * 4] * 3
+
+
 def test_zero_and_minus_zero_are_two_numbers(engine: ReferenceEngine) -> None:
     x = on("tpu", 1.0)
     for _ in range(3):
