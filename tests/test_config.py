@@ -61,4 +61,4 @@ def test_listeners_hear_blocks_begin_and_end():
 def test_the_table_lists_every_knob_with_its_default():
     text = config.table()
     assert all(knob.variable in text for knob in config.KNOBS.values())
-    assert "| `TORCHTPU_MAX_REGION_BYTES` | `8G` |" in text
+    assert "| `TORCHTPU_MAX_REGION_BYTES` | `128G` |" in text

@@ -67,7 +67,7 @@ KNOBS: Mapping[str, Knob] = {
         Knob("fallback", "warn", "warn|error|silent", "what happens before an op without a lowering runs on the CPU"),
         Knob("memory_limit", 0, "bytes", "most bytes of buffers and temporaries per device; 0: what the device has"),
         Knob("max_region_ops", 2048, int, "a region without a read is cut after at most this many ops"),
-        Knob("max_region_bytes", 8 << 30, "bytes", "a region without a read is cut after producing this many bytes"),
+        Knob("max_region_bytes", 1 << 37, "bytes", "a region without a read is cut after producing this many bytes"),
         Knob("clusters", True, bool, "compile what repeats in a region once, as programs that are launched many times"),
         Knob("buckets", True, bool, "pad the changing sizes of compiled graphs, where that is safe, to a few"),
         Knob("max_in_flight", 32, int, "regions queued before recording waits"),

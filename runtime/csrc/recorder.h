@@ -106,7 +106,7 @@ double marker_time(int64_t marker);  // seconds of the steady clock; negative wh
 void resize_storage(c10::StorageImpl& storage, size_t nbytes);
 
 struct Limits {
-  std::atomic<int64_t> max_ops{2048}, max_bytes{int64_t{8} << 30}, max_in_flight{32}, max_nodes{200000},
+  std::atomic<int64_t> max_ops{2048}, max_bytes{int64_t{1} << 37}, max_in_flight{32}, max_nodes{200000},
       max_plans{1024};
 };
 extern Limits limits;
