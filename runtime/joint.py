@@ -8,8 +8,10 @@ launched together in stages (`stages`).
 from __future__ import annotations
 
 import collections.abc
+import functools
+import hashlib
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -20,7 +22,7 @@ from .host_calls import number_of
 from .parts import Part
 from .region import Op, Program
 from .sequence import Sequence
-from .stages import find_stages
+from .stages import Tell, find_stages
 from .views import Digit, fits
 
 if TYPE_CHECKING:
@@ -28,25 +30,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_SPLITS = 3  # of one program, each because other ranks came with other programs
+_MAX_AGREEMENTS = 8  # of one program
+_MAX_SEEN = 64
+_UNWANTED, _WANTED, _KNOWN = range(3)  # what ranks have found out about their programs
 
 
-class Verdict(Enum):
-    """What the ranks are about to launch."""
+class Verdict(NamedTuple):
+    """Whether all ranks named the same program. If not: how many collectives all their programs begin with, 0 where
+    there is nothing to find out about them, and a number for all these programs."""
 
-    SAME = "the same program"
-    ALIKE = "programs that differ in numbers"
-    SPLIT = "programs with the same collectives, which all would split"
-    OTHER = "different ones"
+    is_same: bool
+    shared: int
+    programs: int
 
 
 class Ballot(NamedTuple):
-    """What a rank is about to launch: a program of this identity, `alike` whatever the numbers in it ("" where they
-    will not be lifted), and whether it would be split."""
+    """What a rank is about to launch: a program of this identity, with its first `calls` calls ("" for none); and the
+    identity of the program that it comes with, "" where it would launch nothing else."""
 
     identity: str
-    alike: str
-    may_split: bool
+    calls: int
+    program: str
 
 
 class Collectives(Protocol):
@@ -66,7 +70,7 @@ class Collectives(Protocol):
         """A call will not run, because its tensor has failed."""
 
     def agree(self, tickets: collections.abc.Sequence[float], ballot: Ballot) -> Verdict:
-        """What the other ranks are about to launch, who say so too: a program with these calls in it."""
+        """What the other ranks are about to launch, who say so too: all with these calls, or the first of them."""
 
     def tell(self, tickets: collections.abc.Sequence[float], numbers: collections.abc.Sequence[int]) -> list[list[int]]:
         """The numbers of each rank, all of which tell some at once."""
@@ -94,24 +98,38 @@ class Core:
     ) -> None:
         self._tickets = [op.args[1] for op in program.ops if op.name == collectives.op]
         self._collectives = collectives
+        self._program = program
+        self._is_structural = is_structural
         self._make_form = make_form
-        self.numbers = Numbers(program, is_structural)
         self._lifting = Lifting(program, (), ())
         self._forms: dict[bool, Form] = {}
         self._executables: dict[bool, Executable] = {}
         self._is_flat = False  # which of them is launched next
 
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """Those in the program."""
+        return Numbers(self._program, self._is_structural)
+
+    @property
+    def identity(self) -> str:
+        """That of the program as it is, whatever is chosen."""
+        return self._form(is_flat=False).identity
+
     def choose(self, ints: list[int]) -> str:
         """Chooses the program that takes these run-time ints; its identity."""
         ints = [*ints, *self._lifting.ints]
         for is_flat in (False, True):
-            form = self._forms.get(is_flat)
-            if form is None:
-                form = self._forms[is_flat] = self._make_form(self._lifting.program, is_flat)
+            form = self._form(is_flat)
             if is_flat or not form.offsets or fits(form.offsets, ints):
                 self._is_flat = is_flat
                 return form.identity
         raise AssertionError("the second form takes any offset")
+
+    def _form(self, is_flat: bool) -> Form:
+        if is_flat not in self._forms:
+            self._forms[is_flat] = self._make_form(self._lifting.program, is_flat)
+        return self._forms[is_flat]
 
     def lift(self, places: list[int]) -> None:
         """Takes the numbers at these places at run time from now on."""
@@ -142,11 +160,55 @@ class Core:
         return [number_of(ticket, work) for ticket in self._tickets]
 
 
+class Agreement:
+    """How a program runs beside certain programs of the other ranks: its common parts, or the whole as the only one,
+    which have its first `count` collectives. Without common parts it runs apart."""
+
+    def __init__(
+        self, cores: collections.abc.Sequence[tuple[Part | None, Core]], count: int, stages: Sequence | None = None
+    ) -> None:
+        self._cores = cores
+        self._stages = stages
+        self.count = count
+
+    @property
+    def digest(self) -> str:
+        """What all ranks have in common where their common parts are the same but for numbers."""
+        return " ".join(core.numbers.digest for _, core in self._cores)
+
+    def bits(self) -> list[int]:
+        """The numbers in the common parts."""
+        return [bit for _, core in self._cores for bit in core.numbers.bits]
+
+    def lift(self, places: list[int]) -> None:
+        """Takes those at these places at run time from now on."""
+        begin = 0
+        for _, core in self._cores:
+            end = begin + len(core.numbers.bits)
+            core.lift([place - begin for place in places if begin <= place < end])
+            begin = end
+
+    def choose(self, work: Any) -> str:
+        """The identities of what the work would launch with other ranks; "" for nothing."""
+        try:
+            return " ".join(core.choose(_ints(work, part)) for part, core in self._cores)
+        except RuntimeError:  # the part that it comes from raises it again, where this rank runs apart
+            return ""
+
+    def ready(self) -> Core | Sequence:
+        """What runs the chosen programs, and what this rank has to itself."""
+        for _, core in self._cores:
+            core.ready()
+        return self._stages or self._cores[0][1]
+
+
 class Joint:
     """What a plan is given whose program has collectives.
 
-    `make_form` lowers a program; `parts` runs the program's parts one by one, `build` makes the executable of one that
-    this rank has to itself. Forms are compiled once all ranks have agreed: until then nobody knows that they will run.
+    `make_form` lowers a program; `parts` runs the program's parts one by one, `build` makes what runs a part that this
+    rank has to itself, or that comes later. Where `may_stop`, a program is launched up to the last collective that all
+    ranks have in theirs. What ranks find out about their programs they use when they meet with the same ones again:
+    until then nobody knows that it will be compiled for anything.
     """
 
     def __init__(
@@ -155,80 +217,99 @@ class Joint:
         collectives: Collectives,
         is_structural: IsStructural,
         make_form: MakeForm | None,
-        build: Callable[[Program], Executable],
+        build: Callable[[Program], Any],
         parts: Sequence,
+        *,
+        may_stop: bool,
     ) -> None:
         self._program = program
         self._collectives = collectives
         self._is_structural = is_structural
         self._make_form = make_form
         self._build = build
-        self._cores: list[tuple[Part | None, Core]] = []
-        self._stages: Sequence | None = None
-        self._places: list[int] = []  # of the numbers that differ from rank to rank
-        self._is_alike = True  # until it has been lifted, in vain
-        self._splits_left = _MAX_SPLITS
+        self._may_stop = may_stop
+        self._calls = [op.args[1] for op in program.ops if op.name == collectives.op]
+        self._identity = ""
+        self._agreements: OrderedDict[int, Agreement] = OrderedDict()  # by the programs that ranks met with
+        self._last: Agreement | None = None
+        self._seen: deque[int] = deque(maxlen=_MAX_SEEN)  # what ranks met with, and nothing is known about
         self.parts = parts
 
     def agreed(self, work: Any) -> Core | Sequence | None:
         """What this rank launches now, as all others do; None where they launch nothing together."""
         if self._make_form is None or work.errors():
             return None
-        if not self._cores:
-            self._cores = [(None, self._core(self._program))]
-        try:
-            identity = " ".join(core.choose(_ints(work, part)) for part, core in self._cores)
-        except RuntimeError:  # the part that it comes from raises it again
-            self._make_form = None
-            return None
-        tickets = [number_of(op.args[1], work) for op in self._program.ops if op.name == self._collectives.op]
-        alike = " ".join(core.numbers.digest for _, core in self._cores) if self._is_alike else ""
-        verdict = self._collectives.agree(tickets, Ballot(identity, alike, self._splits_left > 0))
-        if verdict is Verdict.ALIKE:
-            self._lift(tickets)
-        if verdict is Verdict.SPLIT:
-            self._split(tickets)
-        if verdict is not Verdict.SAME:
-            return None
-        for _, core in self._cores:
-            core.ready()
-        return self._stages or self._cores[0][1]
+        if self._last is None:
+            whole = self._core(self._program)
+            self._last = Agreement([(None, whole)], len(self._calls))
+            try:
+                self._identity = whole.identity
+            except RuntimeError:  # the part that it comes from raises it again
+                self._make_form = None
+                return None
+        tickets = [number_of(ticket, work) for ticket in self._calls]
+        verdict = self._collectives.agree(tickets, Ballot(self._last.choose(work), self._last.count, self._identity))
+        found = self._last if verdict.is_same else self._recall(work, tickets, verdict) if verdict.shared else None
+        self._last = found or self._last
+        return found.ready() if found else None
 
     def _core(self, program: Program) -> Core:
         assert self._make_form is not None
         return Core(program, self._collectives, self._is_structural, self._make_form)
 
-    def _lift(self, tickets: list[float]) -> None:
-        everyones = self._collectives.tell(tickets, [bit for _, core in self._cores for bit in core.numbers.bits])
-        places = [i for i, bits in enumerate(zip(*everyones, strict=True)) if len(set(bits)) > 1]
-        self._is_alike = places != self._places
-        self._places = places
-        begin = 0
-        for _, core in self._cores:
-            end = begin + len(core.numbers.bits)
-            core.lift([place - begin for place in places if begin <= place < end])
-            begin = end
+    def _recall(self, work: Any, tickets: list[float], verdict: Verdict) -> Agreement | None:
+        """What ranks with these programs have found out earlier, if all of them remember; else they may find it out."""
+        key, shared, collectives = verdict.programs, verdict.shared, self._collectives
+        found = self._agreements.get(key)
+        is_wanted = not self._agreements or key in self._seen
+        may_find = shared == len(self._calls) or self._may_stop
+        states = collectives.tell(tickets, [_KNOWN if found else _WANTED if is_wanted and may_find else _UNWANTED])
+        if found is not None:
+            self._agreements.move_to_end(key)
+        else:
+            self._seen.append(key)
+        if [_UNWANTED] in states:
+            return None
+        if found is not None and all(state == [_KNOWN] for state in states):
+            ballot = Ballot(found.choose(work), found.count, "")
+            return found if collectives.agree(tickets, ballot).is_same else None
+        if collectives.agree(tickets, Ballot("any", shared, "")).is_same:  # the calls, that is
+            self._agreements[key] = self._find(tickets, shared)
+            if len(self._agreements) > _MAX_AGREEMENTS:
+                self._agreements.popitem(last=False)
+        return None
 
-    def _split(self, tickets: list[float]) -> None:
-        """Takes the program apart as the other ranks do theirs."""
-        self._splits_left -= 1
-        collectives = self._collectives
-        found = find_stages(
-            self._program, collectives.op, self._is_structural, lambda numbers: collectives.tell(tickets, numbers)
-        )
-        if found is None:
-            self._splits_left = 0
-            return
-        runs: list[Any] = [self._core(part.program) if is_common else None for part, is_common in found]
-        self._cores = [(part, runs[n]) for n, (part, is_common) in enumerate(found) if is_common]
-        self._places, self._is_alike = [], True
+    def _find(self, tickets: list[float], shared: int) -> Agreement:
+        """How this program runs beside those that the other ranks have now, and that begin with as many collectives."""
+        tell = functools.partial(self._collectives.tell, tickets)
+        agreement = Agreement([(None, self._core(self._program))], shared)
+        if not _is_told_by_all(tell, agreement.digest if shared == len(self._calls) else ""):
+            agreement = self._in_stages(shared, tell)
+            if not _is_told_by_all(tell, agreement.digest):
+                return Agreement([], 0)
+        everyones = tell(agreement.bits())
+        agreement.lift([i for i, bits in enumerate(zip(*everyones, strict=True)) if len(set(bits)) > 1])
+        return agreement
+
+    def _in_stages(self, shared: int, tell: Tell) -> Agreement:
+        """This program taken apart as the other ranks take theirs."""
+        found = find_stages(self._program, self._collectives.op, self._is_structural, tell, shared)
+        runs: list[Any] = [self._core(stage.part.program) if stage.is_common else None for stage in found]
+        cores = [(stage.part, core) for stage, core in zip(found, runs, strict=True) if core is not None]
 
         def executable_of(number: int) -> Any:
             if runs[number] is None:
                 runs[number] = self._build(found[number].part.program)
             return runs[number]
 
-        self._stages = Sequence(self._program, [stage.part for stage in found], executable_of)
+        return Agreement(cores, shared, Sequence(self._program, [stage.part for stage in found], executable_of))
+
+
+def _is_told_by_all(tell: Tell, text: str) -> bool:
+    """Whether all ranks tell this text, which is not empty."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True) if text else 0
+    told = [found for (found,) in tell([number])]
+    return number != 0 and len(set(told)) == 1
 
 
 def _ints(work: Any, part: Part | None) -> list[int]:

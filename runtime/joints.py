@@ -58,28 +58,34 @@ class Joints:
             return None
         found = {collectives.homes(op) for op in program.ops if op.name == collectives.op}
         if len(found) > 1 and () not in found:
-            joint_of, run_alone = (functools.partial(f, device=device) for f in (self._joint, self._alone))
+            joint_of = functools.partial(self._joint, device=device, may_stop=False)
+            run_alone = functools.partial(self._alone, device=device)
             return Pieces(program, collectives.op, self.group_of, joint_of, run_alone)
         if () in found and len(program.ops) == 1:
             return self._call(program, device)
-        return self._joint(program, device)
+        return self._joint(program, device, may_stop=True)
 
     def group_of(self, op: Op) -> Homes | None:
         """The devices that launch an op together, where it is a collective."""
         return self._collectives.homes(op) if op.name == self._collectives.op else None
 
-    def _joint(self, program: Program, device: int) -> Joint:
+    def _joint(self, program: Program, device: int, *, may_stop: bool) -> Joint:
         collectives = self._collectives
         found = {homes for op in program.ops if (homes := self.group_of(op)) is not None}
         homes = found.pop() if len(found) == 1 else ()
         make_form = functools.partial(self._form, device, homes) if homes else None
+
+        def build(part: Program) -> Joint | Executable:
+            return self._joint(part, device, may_stop=True) if self.concern(part) else self._build(part, device)
+
         return Joint(
             program,
             collectives,
             self._is_structural,
             make_form,
-            lambda part: self._build(part, device),
+            build,
             self._parts(program, device),
+            may_stop=may_stop,
         )
 
     def _call(self, program: Program, device: int) -> HostCall:

@@ -28,21 +28,38 @@ class Stage(NamedTuple):
     is_common: bool
 
 
-def find_stages(program: Program, collective: str, is_structural: IsStructural, tell: Tell) -> list[Stage] | None:
-    """The program as stages, where `collective` is the op that ranks run together; None where there are no such."""
-    common = _common(tell(own := _signatures(program, collective, is_structural)), own)
-    if common is None or not all(common[n] for n, op in enumerate(program.ops) if op.name == collective):
-        return None
-    phases = _phases(program, common, tell)
+def find_stages(program: Program, collective: str, is_structural: IsStructural, tell: Tell, shared: int) -> list[Stage]:
+    """The program as stages, where `collective` is the op that ranks run together and all have the first `shared` of
+    them: what comes later is the last stage. Empty where there are no such stages."""
+    places = [n for n, op in enumerate(program.ops) if op.name == collective]
+    end = places[shared] if shared < len(places) else len(program.ops)
+    ops = program.ops[:end]
+    own = _signatures(program, collective, is_structural)[:end]
+    common = _common(tell(own), own)
+    if common is None or not all(common[n] for n in places[:shared]):
+        return []
+    phases = _phases(ops, common, tell)
+    if end < len(program.ops):  # what nothing common needs waits with it
+        needed = _needed(ops, common)
+        later = max(phases) + 2
+        phases = [phase if is_needed else later for phase, is_needed in zip(phases, needed, strict=True)]
+        phases += [later] * (len(program.ops) - end)
     order = sorted(range(len(program.ops)), key=phases.__getitem__)
     ends = [n for n in range(1, len(order)) if phases[order[n]] != phases[order[n - 1]]]
     ordered = replace(program, ops=tuple(program.ops[place] for place in order))
     parts = split(ordered, ends)
-    joint = [any(op.name == collective for op in part.program.ops) for part in parts]
     bounds = [0, *ends, len(order)]
+    firsts = [order[begin] for begin in bounds[:-1]]
+    joint = [
+        first < end and common[first] and any(op.name == collective for op in part.program.ops)
+        for first, part in zip(firsts, parts, strict=True)
+    ]
     made = [[*_made(ordered.ops[bounds[n] : bounds[n + 1]])] for n in range(len(parts))]
-    agreed = iter(_agreed([(parts[n], made[n]) for n in range(len(parts)) if joint[n]], tell))
-    return [Stage(next(agreed), True) if joint[n] else Stage(part, False) for n, part in enumerate(parts)]
+    agreed = _agreed([(parts[n], made[n]) for n in range(len(parts)) if joint[n]], tell)
+    if agreed is None:
+        return []
+    rest = iter(agreed)
+    return [Stage(next(rest), True) if joint[n] else Stage(part, False) for n, part in enumerate(parts)]
 
 
 def _signatures(program: Program, collective: str, is_structural: IsStructural) -> list[int]:
@@ -74,14 +91,25 @@ def _common(everyones: list[list[int]], own: list[int]) -> list[bool] | None:
     return are_common(own) if all(each == shared[0] for each in shared) else None
 
 
-def _phases(program: Program, common: list[bool], tell: Tell) -> list[int]:
+def _needed(ops: Sequence[Op], common: list[bool]) -> list[bool]:
+    """Which ops are common or make what common ones need."""
+    needed: set[int | None] = set()
+    found = []
+    for op, is_common in zip(reversed(ops), reversed(common), strict=True):
+        found.append(is_common or not needed.isdisjoint(_made([op])))
+        if found[-1]:
+            needed.update(operand.value for operand in operands(op))
+    return found[::-1]
+
+
+def _phases(ops: Sequence[Op], common: list[bool], tell: Tell) -> list[int]:
     """When each op runs: common ones in odd phases, the same on all ranks, and a rank's own between them."""
     least = [1] * sum(common)
     while True:
         floors = iter(least)
         phase_of: dict[int | None, tuple[int, bool]] = {}
         phases = []
-        for op, is_common in zip(program.ops, common, strict=True):
+        for op, is_common in zip(ops, common, strict=True):
             phase = next(floors) if is_common else 0
             for operand in operands(op):
                 earlier, was_common = phase_of.get(operand.value, (0, is_common))
@@ -105,13 +133,17 @@ def _made(ops: Sequence[Op]) -> Iterator[int]:
             yield write.value
 
 
-def _agreed(parts: list[tuple[Part, list[int]]], tell: Tell) -> list[Part]:
-    """The parts with what any rank wants of them as outputs, and with what all ranks can spare donated."""
+def _agreed(parts: list[tuple[Part, list[int]]], tell: Tell) -> list[Part] | None:
+    """The parts with what any rank wants of them as outputs, and with what all ranks can spare donated. None where they
+    do not take and make as much on all ranks."""
     words = []
     for part, made in parts:
         words += [int(number in part.program.outputs) for number in range(len(made))]
         words += [int(i not in part.program.donated) for i in range(len(part.inputs))]
-    wanted = iter(map(any, zip(*tell(words), strict=True)))
+    everyones = tell(words)
+    if len(set(map(len, everyones))) > 1:
+        return None
+    wanted = iter(map(any, zip(*everyones, strict=True)))
     agreed = []
     for part, made in parts:
         outputs = [number for number in range(len(made)) if next(wanted)]

@@ -143,6 +143,35 @@ def one_rank_may_print() -> None:
     assert found["collectives_fused"] >= 8, found
 
 
+def what_one_rank_logs_soon_leaves_all_fused() -> None:
+    """Rank 0 reads the loss in the middle of each step, or of some, or keeps a mean that nobody else has."""
+    for place in ("after forward", "after backward", "seldom", "a mean"):
+        for wrap in (fully_shard, DistributedDataParallel):
+            torch.manual_seed(0)
+            model = wrap(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to("tpu"))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            mean = torch.zeros((), device="tpu")
+            before = counts()
+            for step in range(16):
+                if step == 12:
+                    before = counts()
+                logs = dist.get_rank() == 0 and (place != "seldom" or step % 4 == 0)
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to("tpu")
+                loss = (model(x) - x).pow(2).mean()
+                if logs and place in ("after forward", "seldom"):
+                    loss.item()
+                loss.backward()
+                if logs and place == "after backward":
+                    loss.item()
+                optimizer.step()
+                optimizer.zero_grad()
+                if logs and place == "a mean":
+                    mean = mean * 0.9 + loss.detach() * 0.1
+                torch.tpu.synchronize()
+            last = {name: value - before[name] for name, value in counts().items()}
+            assert last["collectives_alone"] == 0 and last["collectives_fused"] >= 4, (place, wrap.__name__, last)
+
+
 def a_waiting_rank_does_not_hold_up_the_others() -> None:
     """Rank 1 waits in the store for what rank 0 says after a collective that rank 1 has recorded only."""
     store = dist.distributed_c10d._get_default_store()
@@ -187,5 +216,6 @@ def check_all(steps: int) -> None:
     a_vocabulary_in_unequal_parts_is_fused()
     groups_of_two_dimensions_are_fused()
     one_rank_may_print()
+    what_one_rank_logs_soon_leaves_all_fused()
     a_waiting_rank_does_not_hold_up_the_others()
     random_steps(steps)

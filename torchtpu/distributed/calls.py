@@ -199,7 +199,7 @@ class Recorded:
 
     def agree(self, tickets: Sequence[float], ballot: Ballot) -> Verdict:
         calls = [_waiting[int(ticket)] for ticket in tickets]
-        _totals.votes += 1
+        _totals.votes += bool(ballot.program)
         return self._ask(tickets, lambda: calls[0].owner.agree(calls, ballot))
 
     def tell(self, tickets: Sequence[float], numbers: Sequence[int]) -> list[list[int]]:

@@ -332,7 +332,7 @@ class Group:
             self._refuse_after_failure()
             self._peers.begin(call)
             if is_for_all and not call.is_agreed:
-                self._peers.agree([call], Ballot("", "", may_split=False), self._transport.meet)
+                self._peers.agree([call], Ballot("", 1, ""), self._transport.meet)
             return run(tensor)
 
         call.run = begin

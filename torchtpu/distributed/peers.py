@@ -59,21 +59,16 @@ class Peers:
         call.is_started = True
 
     def agree(self, calls: Sequence[Call], ballot: Ballot, meet: Meet) -> Verdict:
-        """What all ranks are about to launch, where these calls are in the program of this ballot (its identity is ""
-        for none). DistBackendError says what each rank is at where they are at different calls.
+        """What all ranks are about to launch, where these calls are in the program of this ballot. DistBackendError
+        says what each rank is at where they are at different calls.
         """
         call = calls[0]
-        words = [_number(text) if text else 0 for text in (ballot.identity, ballot.alike)]
-        everyones = meet([_word(call), _word(*calls), *words, ballot.may_split])
-        if all(words[0] == everyones[0][0] for words in everyones):
-            calls_of, programs, likes, splits = (set(words) for words in list(zip(*everyones, strict=True))[1:])
-            if len(calls_of) > 1:
-                return Verdict.OTHER
-            if len(programs) == 1 and programs != {0}:
-                return Verdict.SAME
-            if len(likes) == 1 and likes != {0}:
-                return Verdict.ALIKE
-            return Verdict.SPLIT if splits == {1} else Verdict.OTHER
+        words = [_number(text) if text else 0 for text in (ballot.identity, ballot.program)]
+        everyones = meet([_word(call), _word(*calls[: ballot.calls]), *words, len(calls)])
+        first, called, identities, programs, counts = zip(*everyones, strict=True)
+        if len(set(first)) == 1:
+            is_same = len({*called}) == len({*identities}) == 1 and identities[0] != 0
+            return Verdict(is_same, 0 if 0 in programs else min(counts), _number(str((programs, counts))))
         self._store.set(f"{call.sequence}/{self._rank}", str(call))
         keys = [f"{call.sequence}/{rank}" for rank in range(len(self._ranks))]
         told = ", ".join(
