@@ -9,7 +9,9 @@ import sys
 
 import distributed_clients
 import distributed_collectives
+import distributed_divergence
 import distributed_fusion
+import distributed_vocabulary
 import torch.distributed as dist
 
 BACKENDS = {"short": "cpu:gloo,tpu:tpu"}
@@ -25,7 +27,10 @@ def main() -> None:
         "collectives": functools.partial(distributed_collectives.check_all, is_short=False),
         "short": functools.partial(distributed_collectives.check_all, is_short=True),
         "fusion": functools.partial(distributed_fusion.check_all, 20),
+        "divergence": functools.partial(distributed_divergence.check_all, 20),
+        "long divergence": functools.partial(distributed_divergence.check_all, 1000),
         "thousand": functools.partial(distributed_fusion.check_all, 1000),
+        "vocabulary": distributed_vocabulary.check_all,
         "clients": functools.partial(distributed_clients.check_all, folder),
         "reshard": functools.partial(distributed_clients.reshard, folder, f"{folder}/{os.environ['WORLD_SIZE']}"),
     }

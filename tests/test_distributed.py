@@ -105,7 +105,7 @@ def line_of(code: str, what: str) -> int:
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
     """What several tests look at: two ranks that check one thing after the other, and their folder."""
     folder = tmp_path_factory.mktemp("world")
-    return torchrun("distributed_session.py", str(folder), "collectives", "fusion", "clients"), folder
+    return torchrun("distributed_session.py", str(folder), "collectives", "fusion", "divergence", "clients"), folder
 
 
 def passed(ended: Ended, part: str, ranks: int = 2) -> None:
@@ -136,6 +136,11 @@ def test_collectives_are_parts_of_programs_and_ranks_may_differ(world: tuple[End
     passed(world[0], "fusion")
 
 
+def test_ranks_that_do_as_they_like_learn_what_ranks_in_step_learn(world: tuple[Ended, Path]) -> None:
+    """They print, sleep, keep values, compute more or log less than others, and let others wait."""
+    passed(world[0], "divergence")
+
+
 def test_stock_training_on_several_ranks_is_that_of_one_process(world: tuple[Ended, Path]) -> None:
     """DDP, FSDP, DTensor, tensor and pipeline parallel, functional collectives; their checkpoint is read by one."""
     ended, folder = world
@@ -155,6 +160,20 @@ def test_a_backend_named_by_device_serves_both_kinds_of_tensors(tmp_path: Path) 
 def test_ranks_may_differ_a_thousand_times(ranks: int, tmp_path: Path) -> None:
     ended = torchrun("distributed_session.py", str(tmp_path), "thousand", ranks=ranks)
     passed(ended, "thousand", ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_real_vocabulary_in_unequal_shards_runs_in_programs_of_all_ranks(ranks: int, tmp_path: Path) -> None:
+    passed(torchrun("distributed_session.py", str(tmp_path), "vocabulary", ranks=ranks), "vocabulary", ranks)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(5000)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_may_do_as_they_like_for_a_thousand_steps(ranks: int, tmp_path: Path) -> None:
+    ended = torchrun("distributed_session.py", str(tmp_path), "long divergence", ranks=ranks, seconds=4900)
+    passed(ended, "long divergence", ranks)
 
 
 @pytest.mark.full
