@@ -143,6 +143,16 @@ def moves(host: Any, device: Any) -> None:
         for i, one in enumerate(gathered):
             same(one, expected[i], f"all_gather {dtype}")
             same(flat[2 * i : 2 * i + 2], expected[i], f"all_gather_into_tensor {dtype}")
+        for targets in (
+            [(r + 1) % size for r in range(size)],
+            [(r - 1) % size for r in range(size)],
+            [*reversed(range(size))],
+        ):
+            source = targets.index(rank)
+            sent, received = ([2 * (r == other) for r in range(size)] for other in (targets[rank], source))
+            moved = torch.zeros(2, 3).to(dtype).to("tpu")
+            dist.all_to_all_single(moved, x.to("tpu"), received, sent, group=device)
+            same(moved, expected[source], f"all to {targets} {dtype}")
         if dtype in GLOO:
             compare(f"broadcast {dtype}", broadcast, x, **both)
             compare(

@@ -37,6 +37,7 @@ from .tensors import (
     named,
     options,
     prepared,
+    shift,
     told,
     write,
 )  # fmt: skip
@@ -366,6 +367,8 @@ class Group:
         what = f"{name} {dtype_name(part)}{shape}{told(name, arguments)}"
         is_even = name != "all_to_all" or len({*arguments[0], *arguments[1]}) == 1
         kind = " ".join([name, *map(str, arguments)]) if name in ("broadcast", "gather", "scatter") else name
+        if not is_even and (step := shift(self.rank, *arguments)):
+            is_even, kind = True, f"shift {step}"
         source = whole(tensor)
         homes = self._homes_for(kind, tensor) if is_even else ()
         call = self._call(name, what, run, kind, homes)

@@ -66,6 +66,10 @@ def _all_to_all(x: Any, size: int) -> Any:
     return _bind("all_to_all", x.reshape(-1), size, (x.size,))
 
 
+def _shift(x: Any, size: int, step: str) -> Any:
+    return _bind("shift", x.reshape(-1), size, (x.size,), step=int(step))
+
+
 _KINDS: dict[str, Any] = {
     "all_reduce": _all_reduce,
     "reduce": _all_reduce,
@@ -73,11 +77,12 @@ _KINDS: dict[str, Any] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "shift": _shift,
 }
 
 
-def _bind(kind: str, x: Any, size: int, shape: tuple[int, ...], op: str = "SUM") -> Any:
-    return _primitive("collective").bind(x, kind=kind, size=size, shape=shape, op=_REDUCTIONS[op])
+def _bind(kind: str, x: Any, size: int, shape: tuple[int, ...], op: str = "SUM", step: int = 0) -> Any:
+    return _primitive("collective").bind(x, kind=kind, size=size, shape=shape, op=_REDUCTIONS[op], step=step)
 
 
 @functools.cache
@@ -91,7 +96,7 @@ def _primitive(name: str) -> Any:
         primitive.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.dtype("uint32")))
         mlir.register_lowering(primitive, _emit_replica)
     else:
-        primitive.def_abstract_eval(lambda x, *, kind, size, shape, op: jax.core.ShapedArray(shape, x.dtype))
+        primitive.def_abstract_eval(lambda x, *, shape, **_: jax.core.ShapedArray(shape, x.dtype))
         mlir.register_lowering(primitive, _emit)
     return primitive
 
@@ -102,7 +107,7 @@ def _emit_replica(ctx: Any) -> Any:
     return stablehlo.ReplicaIdOp().results
 
 
-def _emit(ctx: Any, x: Any, *, kind: str, size: int, shape: tuple[int, ...], op: str) -> Any:
+def _emit(ctx: Any, x: Any, *, kind: str, size: int, shape: tuple[int, ...], op: str, step: int) -> Any:
     import numpy as np
     from jax.extend.mlir import ir
     from jax.extend.mlir.dialects import stablehlo
@@ -111,6 +116,9 @@ def _emit(ctx: Any, x: Any, *, kind: str, size: int, shape: tuple[int, ...], op:
     element = ir.RankedTensorType(x.type).element_type
     result = ir.RankedTensorType.get(shape, element)
     dimension = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), 0)
+    if kind == "shift":
+        pairs = np.array([(rank, (rank + step) % size) for rank in range(size)], dtype=np.int64)
+        return stablehlo.CollectivePermuteOp(x, ir.DenseIntElementsAttr.get(pairs)).results
     if kind == "all_gather":
         return stablehlo.AllGatherOp([result], [x], dimension, groups).results
     if kind == "all_to_all":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,15 @@ def named(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
 def told(name: str, arguments: tuple[Any, ...]) -> str:
     root = named(name, arguments).get("root")
     return "" if root is None else f" root {root}"
+
+
+def shift(rank: int, received: Sequence[int], sent: Sequence[int]) -> int:
+    """By how many ranks on an exchange moves all that a rank has, 0 where it does something else."""
+    sources, targets = ([n for n, count in enumerate(counts) if count] for counts in (received, sent))
+    if len(sources) != 1 or len(targets) != 1 or received[sources[0]] != sent[targets[0]]:
+        return 0
+    step = (targets[0] - rank) % len(sent)
+    return step if step == (rank - sources[0]) % len(sent) else 0
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
