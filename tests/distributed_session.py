@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 
+import distributed_attention
 import distributed_clients
 import distributed_collectives
 import distributed_divergence
@@ -30,6 +31,7 @@ def main() -> None:
         "divergence": functools.partial(distributed_divergence.check_all, 20),
         "long divergence": functools.partial(distributed_divergence.check_all, 1000),
         "thousand": functools.partial(distributed_fusion.check_all, 1000),
+        "attention": distributed_attention.check_all,
         "vocabulary": distributed_vocabulary.check_all,
         "clients": functools.partial(distributed_clients.check_all, folder),
         "reshard": functools.partial(distributed_clients.reshard, folder, f"{folder}/{os.environ['WORLD_SIZE']}"),

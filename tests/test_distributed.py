@@ -105,7 +105,9 @@ def line_of(code: str, what: str) -> int:
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
     """What several tests look at: two ranks that check one thing after the other, and their folder."""
     folder = tmp_path_factory.mktemp("world")
-    return torchrun("distributed_session.py", str(folder), "collectives", "fusion", "divergence", "clients"), folder
+    return torchrun(
+        "distributed_session.py", str(folder), "collectives", "fusion", "divergence", "attention", "clients"
+    ), folder
 
 
 def passed(ended: Ended, part: str, ranks: int = 2) -> None:
@@ -139,6 +141,11 @@ def test_collectives_are_parts_of_programs_and_ranks_may_differ(world: tuple[End
 def test_ranks_that_do_as_they_like_learn_what_ranks_in_step_learn(world: tuple[Ended, Path]) -> None:
     """They print, sleep, keep values, compute more or log less than others, and let others wait."""
     passed(world[0], "divergence")
+
+
+def test_attention_of_sharded_heads_batches_and_sequences_is_that_of_one_process(world: tuple[Ended, Path]) -> None:
+    """DTensors and context parallel, in programs of all ranks."""
+    passed(world[0], "attention")
 
 
 def test_stock_training_on_several_ranks_is_that_of_one_process(world: tuple[Ended, Path]) -> None:
@@ -178,8 +185,9 @@ def test_ranks_may_do_as_they_like_for_a_thousand_steps(ranks: int, tmp_path: Pa
 
 @pytest.mark.full
 def test_four_ranks_do_what_two_do(tmp_path: Path) -> None:
-    ended = torchrun("distributed_session.py", str(tmp_path), "collectives", "clients", ranks=4)
+    ended = torchrun("distributed_session.py", str(tmp_path), "collectives", "attention", "clients", ranks=4)
     passed(ended, "collectives", 4)
+    passed(ended, "attention", 4)
     passed(ended, "clients", 4)
     load_alone(tmp_path)
     for folder, ranks in ((tmp_path, 2), (tmp_path / "2", 4)):

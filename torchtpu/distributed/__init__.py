@@ -2,7 +2,7 @@
 
 Data passes group (what c10d calls) → calls (recorded, then run in the launch order) → lowering (a part of programs
 that all ranks launch together) or gloo (through the hosts); fleet makes the ranks one client; peers says what the other
-ranks do when a call fails.
+ranks do when a call fails. attention teaches DTensor and context parallel the device's attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torchtpu import config
 from torchtpu.runtime import _C
 
-from . import alone, calls
+from . import alone, attention, calls
 from .calls import Recorded, reset, snapshot
 from .fleet import Ranks, Start
 from .group import Group
@@ -41,6 +41,7 @@ def install(start_engine: Start, is_free: Callable[[], bool]) -> None:
     if not dist.is_available():
         return
     calls.install()
+    attention.install()
     if config.get("world_size"):
         alone.install()
     make = functools.partial(_make_backend, Ranks(start_engine, is_free))
