@@ -183,49 +183,54 @@ def pipeline() -> None:
 
 
 def plain_pipeline() -> None:
-    """One forward and one backward in turn, each tensor sent and received by itself."""
+    """In the order of 1F1B and of interleaved 1F1B, each tensor sent and received by itself."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    layers, alone = stages_and_whole(size)
-    layer = layers[rank].to("tpu")
+    device = torch.device("tpu", torch.tpu.current_device())
+    for count in (size, 2 * size):
+        layers, alone = stages_and_whole(count)
+        mine = {n: layers[n].to(device) for n in range(rank, count, size)}
+        if count == size:
+            ahead = min(size - rank, 4)
+            order = [("F", rank, part) for part in range(ahead)]
+            for part in range(4):
+                order += [("B", rank, part), *[("F", rank, ahead + part)] * (ahead + part < 4)]
+        else:
+            stages: list[Any] = [PipelineStage(layer, n, count, device) for n, layer in mine.items()]
+            acts = [act for act in ScheduleInterleaved1F1B(stages, 4).pipeline_order[rank] if act is not None]
+            order = [(act.computation_type.value, act.stage_index, act.microbatch_index) for act in acts]
+        assert len(order) == 2 * 4 * len(mine)
+        last = count - 1
 
-    def step(x: torch.Tensor, losses: list[torch.Tensor]) -> None:
-        parts, wanted = x.chunk(4), x.flip(0).chunk(4)
-        taken: list[torch.Tensor] = []
-        made: list[torch.Tensor] = []
-        sent: list[Any] = []
+        def step(
+            x: torch.Tensor, losses: list[torch.Tensor], *, order: Any = order, mine: Any = mine, last: int = last
+        ) -> None:
+            parts, wanted = x.chunk(4), x.flip(0).chunk(4)
+            taken, made = {}, {}
+            sent: list[Any] = []
+            for kind, n, part in order:
+                tag = 2 * (4 * n + part)  # of what goes to the stage after this one; odd ones come back
+                if kind == "F":
+                    given = parts[part].to(device) if n == 0 else torch.empty_like(parts[part], device=device)
+                    if n > 0:
+                        dist.irecv(given, (n - 1) % size, tag=tag - 8).wait()
+                    taken[n, part] = given.requires_grad_()
+                    made[n, part] = mine[n](given)
+                    if n < last:
+                        sent.append(dist.isend(made[n, part].detach(), (n + 1) % size, tag=tag))
+                    continue
+                if n == last:
+                    loss = nn.functional.mse_loss(made[n, part], wanted[part].to(device))
+                    losses.append(loss.detach())
+                    (loss / len(parts)).backward()
+                else:
+                    dist.irecv(gradient := torch.empty_like(made[n, part]), (n + 1) % size, tag=tag + 1).wait()
+                    made[n, part].backward(gradient)
+                if n > 0:
+                    sent.append(dist.isend(taken[n, part].grad, (n - 1) % size, tag=tag - 7))
+            for work in sent:
+                work.wait()
 
-        def forward() -> None:
-            n = len(made)
-            given = parts[n].to("tpu") if rank == 0 else torch.empty_like(parts[n], device="tpu")
-            if rank > 0:
-                dist.irecv(given, rank - 1).wait()
-            taken.append(given.requires_grad_())
-            made.append(layer(given))
-            if rank < size - 1:
-                sent.append(dist.isend(made[-1].detach(), rank + 1))
-
-        def backward(n: int) -> None:
-            if rank == size - 1:
-                loss = nn.functional.mse_loss(made[n], wanted[n].to("tpu"))
-                losses.append(loss.detach())
-                (loss / len(parts)).backward()
-            else:
-                dist.irecv(gradient := torch.empty_like(made[n]), rank + 1).wait()
-                made[n].backward(gradient)
-            if rank > 0:
-                sent.append(dist.isend(taken[n].grad, rank - 1))
-
-        ahead = min(size - rank, len(parts))
-        for _ in range(ahead):
-            forward()
-        for n in range(len(parts)):
-            backward(n)
-            if len(made) < len(parts):
-                forward()
-        for work in sent:
-            work.wait()
-
-    train_stages([layer], [alone[rank]], alone, step)
+        train_stages([*mine.values()], [*alone][rank::size], alone, step)
 
 
 def stages_and_whole(count: int) -> tuple[list[nn.Module], nn.Sequential]:
