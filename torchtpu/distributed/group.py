@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -96,7 +97,7 @@ class Group:
         self._peers = Peers(store, rank, size, name, ranks)
         self._sequence = 0
         self._lock = threading.Lock()  # guards what follows
-        self._unfinished: list[Call] = []
+        self._unfinished: deque[Call] = deque()
         self._coalesced: list[Done] | None = None
         self._error: BaseException | None = None
 
@@ -291,7 +292,8 @@ class Group:
     def begin(self, call: Call) -> None:
         self._refuse_after_failure()
         with self._lock:
-            self._unfinished = [c for c in self._unfinished if not c.finished.is_set()]
+            while self._unfinished and self._unfinished[0].finished.is_set():  # they finish in order
+                self._unfinished.popleft()
             self._unfinished.append(call)
 
     def agree(self, calls: Sequence[Call], ballot: Ballot) -> Verdict:
