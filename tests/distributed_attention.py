@@ -31,7 +31,7 @@ def sharded_heads_and_batches(mesh: DeviceMesh) -> None:
     shape = (size, 2 * size, 6, 4)
     attend = nn.functional.scaled_dot_product_attention
     for bias_shape, placed in itertools.product(
-        (None, (6, 6), (1, 2 * size, 6, 6), (size, 1, 6, 6)), (Shard(0), Shard(1), Replicate())
+        (None, (6, 6), (2 * size, 6, 6), (1, 2 * size, 6, 6), (size, 1, 6, 6)), (Shard(0), Shard(1), Replicate())
     ):
         given = make_tensors(shape, shape, shape, *([bias_shape] if bias_shape else []))
         alone = [t.clone().requires_grad_() for t in given]

@@ -78,10 +78,10 @@ def _add_rules(module: Any) -> None:
         """How the tensors may be placed, the bias with them, and what its gradient is then."""
         found: list[tuple[Any, list[Any], Any]] = [(Replicate(), [Replicate()], Replicate())]
         for dim in (1, 0):
-            is_shared = not is_tensor(bias) or bias.ndim < 4 or bias.shape[dim] == 1
-            found.append(
-                (Shard(dim), [Replicate() if is_shared else Shard(dim)], Partial() if is_shared else Shard(dim))
-            )
+            own = dim - 4 + bias.ndim if is_tensor(bias) else -1
+            is_shared = own < 0 or bias.shape[own] == 1
+            bias_placed, slope = (Replicate(), Partial()) if is_shared else (Shard(own), Shard(own))
+            found.append((Shard(dim), [bias_placed], slope))
         return found
 
     def forward_rule(op_schema: Any) -> Any:
