@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from distributed_fusion import counts
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -157,6 +158,15 @@ def replicated() -> nn.Module:
     return DistributedDataParallel(make_model(), bucket_cap_mb=0.0005)
 
 
+def hybrid() -> nn.Module:
+    """Sharded among half of the ranks, replicated in the other half: programs of two kinds of groups."""
+    mesh = init_device_mesh("tpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    model = make_model()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def train(model: nn.Module, steps: int, ranks: InStep | Differing) -> tuple[list[float], dict[str, int]]:
     """The losses, and the counts of the last step."""
     layers: Any = model.module if isinstance(model, DistributedDataParallel) else model
@@ -191,9 +201,9 @@ def train(model: nn.Module, steps: int, ranks: InStep | Differing) -> tuple[list
 
 
 def check_all(steps: int) -> None:
-    """So many steps each of sharded and of replicated training, and some more in which nobody differs."""
+    """So many steps of each kind of training, and some more in which nobody differs."""
     steps += STEPS_IN_STEP
-    for make in (sharded, replicated):
+    for make in (sharded, replicated, *([hybrid] if dist.get_world_size() > 2 else [])):
         ranks_in_step = InStep()
         model = make()
         losses, _ = train(model, steps, ranks_in_step)
