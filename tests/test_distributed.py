@@ -156,6 +156,13 @@ def test_stock_training_on_several_ranks_is_that_of_one_process(world: tuple[End
     load_alone(folder)
 
 
+def test_compiled_training_on_two_ranks_is_that_of_one_process() -> None:
+    """FSDP2, DDP and tensor parallel under torch.compile; a compiled FSDP2 step has its collectives in its program."""
+    ended = torchrun("distributed_compiled.py")
+    assert ended.status == 0, ended.err
+    assert ended.out.count("is equal") == 2 * 5
+
+
 def test_a_backend_named_by_device_serves_both_kinds_of_tensors(tmp_path: Path) -> None:
     ended = torchrun("distributed_session.py", str(tmp_path), "short")
     passed(ended, "short")
