@@ -92,7 +92,7 @@ class _Dim(NamedTuple):
     position: int
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=8192)
 def find_box(shape: Shape, sizes: Shape, strides: Shape, offset: int) -> Box | None:
     """The box that is this view of a row-major array of `shape`; None where there is none (or none was found).
 

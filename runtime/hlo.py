@@ -51,7 +51,7 @@ class Value(NamedTuple):
         return tensor_type(self.shape, self.dtype)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=8192)
 def tensor_type(shape: Shape, dtype: torch.dtype) -> str:
     """`tensor<2x3xf32>`; a dtype that XLA does not have raises TypeError."""
     element = ELEMENT.get(dtype)

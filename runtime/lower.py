@@ -372,7 +372,7 @@ def _is_whole(tensor: Operand | Result, base: Base) -> bool:
     return tensor.sizes == base.shape and tensor.dtype == base.dtype and tensor.strides == _row_major(base.shape)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=8192)
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for n in reversed(shape):

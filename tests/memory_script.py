@@ -2,6 +2,7 @@
 
 python memory_script.py train LIMIT STEPS
 python memory_script.py stream SECONDS SEED
+python memory_script.py record SECONDS SEED
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from reference_engine import IdleEngine, reference_engine
 from torch import nn
 from torch.nn import functional as F
 
 import torchtpu
 from torchtpu import metrics, startup
+from torchtpu.runtime import _C
 
 ROWS, WIDTH, LAYERS = 8192, 128, 6
 
@@ -119,35 +122,91 @@ def random_ops(rng: random.Random) -> None:
     rows, columns = rng.randint(1, 400), rng.randint(1, 400)
     x = torch.ones(rows, columns, device="tpu")
     for _ in range(rng.randint(1, 6)):
-        match rng.randrange(5):
-            case 0:
-                x = x * rng.random() + 1
-            case 1:
-                x = torch.relu(x.t())
-            case 2:
-                x = torch.cat([x, x[: rng.randint(1, x.shape[0])]])
-            case 3:
-                x = x - x.mean(rng.randrange(2), keepdim=True)
-            case _:
-                x = x[rng.randrange(x.shape[0]) :]
+        x = random_op(rng, x)
     x.sum().item()
 
 
+def random_op(rng: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Of a matrix another matrix."""
+    rows, columns = x.shape
+    match rng.randrange(12):
+        case 0:
+            return x * rng.random() + 1
+        case 1:
+            return torch.relu(x.t())
+        case 2:
+            return torch.cat([x, x[: rng.randint(1, rows)]])
+        case 3:
+            return x - x.mean(rng.randrange(2), keepdim=True)
+        case 4:
+            return x @ torch.full((columns, rng.randint(1, 400)), 0.5, device="tpu")
+        case 5:
+            return x.softmax(rng.randrange(2))
+        case 6:
+            x[rng.randrange(rows) :, : rng.randint(1, columns)].add_(1)
+            return x
+        case 7:
+            return F.pad(x, [rng.randint(0, 3) for _ in range(4)])
+        case 8:
+            return torch.rand_like(x) + x
+        case 9:
+            return x.index_select(0, torch.arange(rng.randint(1, rows), device="tpu"))
+        case 10:
+            return torch._foreach_mul([x, x[:1]], [0.5, 0.75])[0]
+        case _:
+            return x[rng.randrange(rows) :]
+
+
+def known_ops() -> None:
+    """A stream of ops that is the same each time."""
+    x = torch.ones(4, device="tpu")
+    for _ in range(100):
+        x = x.mul(2).add(1)
+    x.sum().item()
+
+
+class Meter:
+    """The CPU seconds that this thread spends on an op it records, and how many ops that were."""
+
+    def __init__(self) -> None:
+        self.seconds, self.ops = 0.0, 0
+
+    def run(self, call: Callable[[], object]) -> None:
+        ops, started = _C.stats()["ops_recorded"], time.thread_time()
+        call()
+        self.seconds += time.thread_time() - started
+        self.ops += _C.stats()["ops_recorded"] - ops
+
+
 def stream(seconds: float, seed: int) -> dict[str, Any]:
+    """What is resident, and what an op costs that is new or known, in each of twenty stretches."""
     rng = random.Random(seed)
-    samples = []
+    resident, new_us, known_us, most = [], [], [], dict.fromkeys(("trie_nodes", "trie_plans", "array_shapes"), 0)
     started = time.monotonic()
-    regions = 0
-    while time.monotonic() - started < seconds:
-        random_ops(rng)
-        regions += 1
-        if regions % 25 == 0:
-            gc.collect()
-            samples.append(resident_bytes())
-    return {"samples": samples, "regions": regions, **metrics.snapshot()}
+    while len(resident) < 20:
+        new, known = Meter(), Meter()
+        while time.monotonic() - started < seconds * (len(resident) + 1) / 20 or not known.ops:
+            for _ in range(4):
+                new.run(lambda: random_ops(rng))
+            known_ops()
+            known.run(known_ops)
+            now = _C.stats()
+            most = {name: max(count, now[name]) for name, count in most.items()}
+        gc.collect()
+        resident.append(resident_bytes())
+        new_us.append(new.seconds / new.ops * 1e6)
+        known_us.append(known.seconds / known.ops * 1e6)
+    counts = metrics.snapshot()
+    kept = ("regions", "ops_recorded", "streams_forgotten", "programs_compiled")
+    return {"resident": resident, "new_us": new_us, "known_us": known_us, **most, **{n: counts[n] for n in kept}}
+
+
+def record(seconds: float, seed: int) -> dict[str, Any]:
+    """The same without a compiler: a hundred times as many regions."""
+    with reference_engine(IdleEngine()):
+        return stream(seconds, seed)
 
 
 if __name__ == "__main__":
     kind, first, second = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    made = train(first, second) if kind == "train" else stream(first, second)
-    print(json.dumps(made))
+    print(json.dumps({"train": train, "stream": stream, "record": record}[kind](first, second)))

@@ -21,6 +21,7 @@ import torch
 
 from torchtpu import startup
 from torchtpu.runtime import _C
+from torchtpu.runtime.parts import bases_of
 from torchtpu.runtime.region import Lifted, Op, Operand, Program, Random, Result, Scalar, Write
 
 _POISON = 0xA5
@@ -114,10 +115,36 @@ class ReferenceEngine:
         """Nobody logs under test."""
 
 
+class IdleEngine(ReferenceEngine):
+    """Counts programs and launches, keeps no program, and computes nothing: each value is the zeros of its base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned = 0
+        self.ops_launched = 0
+
+    def plan(self, plan: Any) -> None:
+        executable = Executable(plan.program)
+        with self.lock:
+            self.planned += 1
+            self.executables.add(executable)
+        plan.ready(executable)
+
+    def launch(self, work: Any) -> None:
+        program = work.executable.program
+        bases = bases_of(program)
+        made = [bases[value] for value in program.outputs]
+        work.done([Buffer(torch.zeros((), dtype=b.dtype).expand(b.shape)) for b in made], [])
+        with self.lock:
+            self.launches += not work.is_slice
+            self.slices += work.is_slice
+            self.ops_launched += len(program.ops)
+
+
 @contextlib.contextmanager
-def reference_engine() -> Iterator[ReferenceEngine]:
+def reference_engine(engine: ReferenceEngine | None = None) -> Iterator[ReferenceEngine]:
     """Everything recorded inside the block runs on this engine; tensors of the device must not cross its ends."""
-    engine = ReferenceEngine()
+    engine = engine or ReferenceEngine()
     _exchange(engine)
     try:
         yield engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -188,12 +189,42 @@ def test_metrics_name_the_op_the_dimension_and_the_line_that_varied() -> None:
 
 
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(20, id="short"), pytest.param(1800, id="long", marks=pytest.mark.full)]
+    ("kind", "seconds"),
+    [
+        pytest.param("stream", 20, id="short"),
+        pytest.param("record", 20, id="short without a compiler"),
+        pytest.param("stream", 1800, id="long", marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
+        pytest.param("record", 600, id="long without a compiler", marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
+    ],
 )
-def test_random_shapes_and_ops_leave_nothing_behind(tmp_path: Path, seconds: int) -> None:
+def test_random_shapes_and_ops_leave_nothing_behind(tmp_path: Path, kind: str, seconds: int) -> None:
     caps = {"TORCHTPU_MAX_TRIE_NODES": "500", "TORCHTPU_MAX_PROGRAMS": "40", "TORCHTPU_MAX_FRAGMENTS": "200"}
-    made = child(tmp_path, "stream", seconds, 0, TORCHTPU_CACHE="off", **caps)
+    made = child(tmp_path, kind, seconds, 0, TORCHTPU_CACHE="off", **caps)
+    assert made["streams_forgotten"] > 0
     assert made["trie_nodes"] <= 600 and made["trie_plans"] <= 80
-    samples = made["samples"][len(made["samples"]) // 2 :]
+    assert made["array_shapes"] <= 4096
     if seconds > 60:  # by then every cache is full
-        assert max(samples) - samples[0] <= 64 * MB
+        resident = made["resident"][10:]
+        assert max(resident) - resident[0] <= 64 * MB
+        for costs in (made["new_us"], made["known_us"]):
+            assert statistics.median(costs[-5:]) <= 1.5 * statistics.median(costs[1:6])
+
+
+def test_shapes_that_nobody_holds_are_forgotten() -> None:
+    for n in range(1, 5000):
+        torch.empty(n, device="tpu")
+    assert metrics.snapshot()["array_shapes"] <= 2500
+
+
+def test_a_shape_that_is_held_stays_the_same_while_others_go() -> None:
+    x = torch.arange(7.0, device="tpu")
+
+    def ends() -> int:
+        (x * 3).cpu()
+        return int(metrics.snapshot()["trie_misses"])
+
+    ends()
+    known = ends()
+    for n in range(8, 5000):
+        torch.empty(n, device="tpu")
+    assert ends() == known

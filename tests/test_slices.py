@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -123,6 +123,54 @@ def test_a_read_of_every_lap_becomes_a_cut() -> None:
         torch.tpu.synchronize()
         assert (len(engine.programs), engine.slices) == (settled, slices)
         del laps
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_read_of_every_lap_becomes_no_cut_in_deterministic_mode(deterministic: None) -> None:
+    with reference_engine() as engine:
+        laps = Laps("tpu")
+        laps.run(2)
+        before = programs_of(engine)[0]
+        laps.run(12, reader(300, []))
+        assert programs_of(engine)[0] == before
+        assert engine.slices == 12
+        del laps
+
+
+def test_a_loss_read_before_gradients_are_freed_leaves_the_step_alone_in_deterministic_mode(
+    deterministic: None,
+) -> None:
+    found: dict[str, list[float]] = {}
+    for device in ("cpu", "tpu"):
+        with reference_engine() as engine:
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)]).to(device)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            x, read, planned = torch.ones(2, 4, device=device), [], 0
+            for step in range(12):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                if step == 3:
+                    torch.tpu.synchronize()  # a region whose gradients stay
+                if step == 6:
+                    planned = len(engine.programs)
+                if step > 6:
+                    read.append(loss.item())
+            torch.tpu.synchronize()
+            if device == "tpu":
+                assert engine.slices == 5
+                assert len(engine.programs) == planned + 1, "more than a slice"
+            found[device] = read + model[0][0].weight.flatten().tolist()
+            del model, optimizer, x, loss
+    torch.testing.assert_close(found["tpu"], found["cpu"])
 
 
 def test_a_logging_read_does_not_double_the_programs() -> None:

@@ -29,7 +29,7 @@ bool prepare_tensor(const at::Tensor& t) {
   bool was_foreign = is_foreign(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   auto* s = storage_of(t);
   StateGuard guard(state_lock);
-  const Base* before = s->base;
+  const BaseRef before = s->base;
   ensure_base(s, t.unsafeGetTensorImpl());
   return was_foreign || s->base != before;
 }
@@ -221,8 +221,11 @@ void grow_outputs(const OpInfo& info, const IValue* args, const Stack& after) {
 
 at::Tensor flat_view(TpuStorage& s) {
   auto nbytes = static_cast<int64_t>(s.nbytes());
-  auto dtype =
-      s.base && nbytes % static_cast<int64_t>(c10::elementSize(s.base->dtype)) == 0 ? s.base->dtype : at::kByte;
+  auto dtype = at::kByte;
+  {
+    StateGuard guard(state_lock);
+    if (s.base && nbytes % static_cast<int64_t>(c10::elementSize(s.base->dtype)) == 0) dtype = s.base->dtype;
+  }
   at::Tensor flat = at::empty(
       {0}, at::TensorOptions().dtype(dtype).device(c10::Device(c10::DeviceType::PrivateUse1, s.device_index)));
   flat.unsafeGetTensorImpl()->set_storage_keep_dtype(

@@ -106,6 +106,7 @@ py::dict stats() {
   d["trie_misses"] = now.misses;
   d["trie_nodes"] = trie_nodes;
   d["trie_plans"] = trie_plans;
+  d["array_shapes"] = num_bases();
   d["streams_forgotten"] = now.forgotten;
   d["regions"] = now.regions;
   d["slices"] = now.slices;
@@ -174,7 +175,7 @@ py::list live_tensors(int device) {
 
 py::object dump(int device) {
   Recorder& r = recorder_for(static_cast<c10::DeviceIndex>(device));
-  std::vector<const Base*> inputs;
+  std::vector<BaseRef> inputs;
   std::vector<int32_t> outputs;
   std::shared_ptr<Trie> trie;
   const Node* at;

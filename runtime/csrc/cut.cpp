@@ -31,8 +31,8 @@ bool is_mask_subset(const std::vector<uint8_t>& small, const std::vector<uint8_t
 }
 
 // value -> base, for the values listed (ascending)
-std::vector<const Base*> bases_of(const Node* node, const std::vector<int32_t>& values) {
-  std::vector<const Base*> all(node->next_value, nullptr);
+std::vector<BaseRef> bases_of(const Node* node, const std::vector<int32_t>& values) {
+  std::vector<BaseRef> all(node->next_value);
   for (; node->info; node = node->parent) {
     for (const auto& ret : node->returns) {
       for (const auto& m : ret.tensors) {
@@ -41,7 +41,7 @@ std::vector<const Base*> bases_of(const Node* node, const std::vector<int32_t>& 
     }
     for (const auto& w : node->writes) all[w.value] = w.meta.base;
   }
-  std::vector<const Base*> bases;
+  std::vector<BaseRef> bases;
   for (int32_t value : values) bases.push_back(all[value]);
   return bases;
 }
@@ -62,9 +62,9 @@ std::vector<Maker> makers_of(const Node* node, const std::vector<int32_t>& value
   return makers;
 }
 
-int64_t total_bytes(const std::vector<const Base*>& bases) {
+int64_t total_bytes(const std::vector<BaseRef>& bases) {
   int64_t bytes = 0;
-  for (const Base* base : bases) bytes += base->nbytes;
+  for (const auto& base : bases) bytes += base->nbytes;
   return bytes;
 }
 
@@ -93,13 +93,12 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
   Node& node = *r.at;
   // A build that failed is forgotten: who needs the program again builds it again.
   std::erase_if(node.plans, [](const auto& known) { return known->state == Plan::kFailed; });
-  std::vector<const Base*> inputs;
+  std::vector<BaseRef> inputs;
   for (const auto& input : r.inputs) inputs.push_back(input->base);
   for (auto& plan : node.plans) {
     if (plan->outputs == live && plan->inputs == inputs && is_mask_subset(plan->donated, free)) return plan;
   }
-  bool is_exact = policy.is_exact || at::globalContext().deterministicAlgorithms();
-  if (is_exact) {
+  if (is_exact()) {
     auto plan = make_plan(r, std::move(inputs), live, free, line);
     node.plans.push_back(plan);
     return plan;
@@ -171,7 +170,9 @@ std::string describe_nearest(const Node* end) {
 
 }  // namespace
 
-std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<const Base*> inputs, std::vector<int32_t> outputs,
+bool is_exact() { return policy.is_exact || at::globalContext().deterministicAlgorithms(); }
+
+std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, std::vector<int32_t> outputs,
                                 std::vector<uint8_t> donated, const std::string& line) {
   auto plan = std::make_shared<Plan>();
   plan->trie = r.trie;

@@ -98,7 +98,7 @@ constexpr int64_t kFewestBytesToName = 1 << 16;  // a smaller upload is nobody's
 
 // A private contiguous copy of `src` becomes the storage's value; nothing is recorded.
 void upload_whole(const Tensor& dst, const Tensor& src) {
-  const Base* base = base_for(dst.sizes(), dst.strides(), dst.scalar_type());
+  BaseRef base = base_for(dst.sizes(), dst.strides(), dst.scalar_type());
   Tensor host = at::detail::empty_strided_cpu(dst.sizes(), dst.strides(), dst.scalar_type());
   host.copy_(src);  // raises PyTorch's error where src does not fit
   auto buffer = c10::make_intrusive<Buffer>(base, dst.device().index(), BufferState::kReady);
@@ -111,7 +111,7 @@ void upload_whole(const Tensor& dst, const Tensor& src) {
   auto* s = storage_of(dst);
   StateGuard guard(state_lock);
   s->set_buffer(std::move(buffer));
-  s->base = base;
+  s->base = std::move(base);
 }
 
 void copy_to_device(const Tensor& dst, const Tensor& src) {
@@ -263,7 +263,7 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
   if (old == 0 || nbytes == 0 || !s.base) {
     StateGuard guard(state_lock);
     s.set_buffer({});
-    s.base = nullptr;
+    s.base.reset();
     s.set_nbytes(nbytes);
     return;
   }

@@ -108,7 +108,7 @@ class Converter {
     py::object value = py::none();
     if (key.value != kNoValue) value = py::int_(key.value);
     return classes().operand(value, as_tuple(key.geometry.data(), dims), as_tuple(key.geometry.data() + dims, dims),
-                             offset, py::cast(key.dtype.toScalarType()), base(key.base));
+                             offset, py::cast(key.dtype.toScalarType()), base(key.base.get()));
   }
 
   py::object arg(const ArgKey& key, ArgRole role, int index) {
@@ -150,7 +150,7 @@ class Converter {
   py::object tensor(const TensorMeta& m) {
     if (m.is_undefined) return py::none();
     return classes().result(m.value, as_tuple(m.sizes), as_tuple(m.strides), py::cast(m.dtype.toScalarType()),
-                            base(m.base));
+                            base(m.base.get()));
   }
 
   py::object result(const ReturnMeta& ret) {
@@ -166,7 +166,7 @@ class Converter {
     auto found = lifted_offsets_.find({w.arg, w.element});
     py::object offset = found == lifted_offsets_.end() ? py::object(py::int_(w.offset)) : found->second;
     return classes().write(w.arg, element, w.value, as_tuple(w.meta.sizes), as_tuple(w.meta.strides), offset,
-                           py::cast(w.meta.dtype.toScalarType()), base(w.meta.base), w.replaces);
+                           py::cast(w.meta.dtype.toScalarType()), base(w.meta.base.get()), w.replaces);
   }
 
   std::map<std::pair<int, int>, py::object> lifted_offsets_;
@@ -175,14 +175,14 @@ class Converter {
 
 }  // namespace
 
-py::object make_program(const Node* node, const std::vector<const Base*>& inputs, const std::vector<int32_t>& outputs,
+py::object make_program(const Node* node, const std::vector<BaseRef>& inputs, const std::vector<int32_t>& outputs,
                         const std::vector<uint8_t>& donated, const std::string& line) {
   std::vector<const Node*> path;
   for (; node->info; node = node->parent) path.push_back(node);
   Converter converter;
   py::tuple ops(path.size()), bases(inputs.size());
   for (size_t i = 0; i < path.size(); i++) ops[i] = converter.convert(path[path.size() - 1 - i]);
-  for (size_t i = 0; i < inputs.size(); i++) bases[i] = converter.base(inputs[i]);
+  for (size_t i = 0; i < inputs.size(); i++) bases[i] = converter.base(inputs[i].get());
   std::vector<int> taken;
   for (size_t i = 0; i < donated.size(); i++) {
     if (donated[i]) taken.push_back(static_cast<int>(i));

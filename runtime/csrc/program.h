@@ -10,7 +10,7 @@ namespace torchtpu {
 namespace py = pybind11;
 
 // The GIL is held; state_lock is not.
-py::object make_program(const Node* node, const std::vector<const Base*>& inputs, const std::vector<int32_t>& outputs,
+py::object make_program(const Node* node, const std::vector<BaseRef>& inputs, const std::vector<int32_t>& outputs,
                         const std::vector<uint8_t>& donated, const std::string& line);
 
 }  // namespace torchtpu

@@ -15,9 +15,9 @@ struct Plan {
   enum State : uint8_t { kNew, kReady, kFailed };
   std::shared_ptr<Trie> trie;  // keeps the path alive
   const Node* node = nullptr;
-  std::vector<const Base*> inputs;
+  std::vector<BaseRef> inputs;
   std::vector<int32_t> outputs;  // values, ascending
-  std::vector<const Base*> output_bases;
+  std::vector<BaseRef> output_bases;
   std::vector<Maker> output_makers;
   std::vector<uint8_t> donated;  // by input
   int64_t output_bytes = 0;
@@ -47,7 +47,7 @@ struct Work {
 };
 
 // A plan for the program that ends at r.at, handed to the engine.
-std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<const Base*> inputs, std::vector<int32_t> outputs,
+std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, std::vector<int32_t> outputs,
                                 std::vector<uint8_t> donated, const std::string& line);
 template <class T>
 at::Tensor pack(const std::vector<T>& numbers) {

@@ -116,6 +116,7 @@ struct Policy {
   std::atomic<bool> is_exact{false};   // a program serves only what it was made for, whatever came before
 };
 extern Policy policy;
+bool is_exact();  // by policy, or by torch.use_deterministic_algorithms
 extern std::atomic<bool> sync_mode;
 
 struct Counters {  // under state_lock

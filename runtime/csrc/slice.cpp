@@ -66,7 +66,7 @@ std::vector<size_t> ops_for(const std::vector<const Node*>& path, int32_t value)
 }
 
 // Stands for what is not recorded yet: no launch waits for it, and what depends on it is not computed.
-BufferRef missing(const Base* base, c10::DeviceIndex device) {
+BufferRef missing(const BaseRef& base, c10::DeviceIndex device) {
   return c10::make_intrusive<Buffer>(base, device, BufferState::kError);
 }
 
@@ -93,7 +93,7 @@ class Beside {
     std::vector<BufferRef> inputs;
     std::unordered_map<int32_t, int32_t> now;  // the region's numbers -> the launch's
     std::vector<int32_t> before;               // the reverse, of values that the launch makes
-    auto number = [&](int32_t value, const Base* base) {
+    auto number = [&](int32_t value, const BaseRef& base) {
       auto [it, is_new] = now.try_emplace(value, ~static_cast<int32_t>(inputs.size()));
       if (!is_new) return it->second;
       BufferRef buffer;
@@ -147,7 +147,7 @@ class Beside {
     again.trie->plans -= static_cast<int64_t>(plans.size());
     CountAgain count{*again.trie, plans};
     std::erase_if(plans, [](const auto& known) { return known->state == Plan::kFailed; });
-    std::vector<const Base*> bases;
+    std::vector<BaseRef> bases;
     for (const auto& input : inputs) bases.push_back(input->base);
     for (const auto& plan : plans) {
       if (plan->outputs == outputs && plan->inputs == bases) return plan;
@@ -217,12 +217,30 @@ BufferRef run_pieces(Recorder& r, const Node* fork, const std::vector<const Node
   return beside.made(value);
 }
 
+// Whether a cut would save what reads at this place cost; never where it would change what is computed further.
 bool is_too_dear(Recorder& r, size_t ops) {
+  if (is_exact()) return false;
   Reads& reads = reads_of(*r.at);
   int64_t now = r.recorded + r.at->depth, since = now - std::exchange(reads.last_at, now);
   bool is_dear = reads.has_been_sliced && static_cast<int64_t>(ops) * kCheapness > since;
   reads.has_been_sliced = true;
   return is_dear && ++reads.dear > kMostDear;
+}
+
+// Whether this is a marked end, where values are alive that were not when a region ended here before: gradients that
+// die before the next op.  A cut would run another program, and so may compute other bits.
+bool may_have_less_alive(const Recorder& r) {
+  if (!r.boundary || !is_exact()) return false;
+  auto last = r.live.begin() + r.at->next_value;
+  auto alive = static_cast<size_t>(r.at->next_value - std::count(r.live.begin(), last, nullptr));
+  const auto& plans = r.at->plans;
+  return std::any_of(plans.begin(), plans.end(), [&](const auto& plan) { return plan->outputs.size() < alive; });
+}
+
+// The last op from which the region goes on as it did before, wherever a value is read now; null where it may end here.
+const Node* find_trunk(const Recorder& r) {
+  if (may_have_less_alive(r)) return r.at;
+  return r.boundary || !r.at->plans.empty() ? nullptr : find_fork(r);
 }
 
 }  // namespace
@@ -232,8 +250,7 @@ BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::stri
   auto path = path_to(r.at);
   const Node* fork = r.at;
   if (is_owner) {
-    if (r.boundary || !r.at->plans.empty()) return {};
-    fork = find_fork(r);
+    fork = find_trunk(r);
     if (!fork || !fork->info || static_cast<int32_t>(trunk_of(fork).size()) < kFewestOps) return {};
   }
   auto places = ops_for(path, value);

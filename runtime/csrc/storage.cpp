@@ -25,22 +25,46 @@ void SpinLock::lock() noexcept {
 
 // ---- bases
 
-const Base* intern_base(std::vector<int64_t> shape, at::ScalarType dtype) {
-  static std::mutex mutex;
-  static auto* table = new std::unordered_map<std::string, std::unique_ptr<Base>>();
+namespace {
+
+struct Bases {
+  std::mutex mutex;
+  std::unordered_map<std::string, c10::weak_intrusive_ptr<Base>> table;
+  size_t purge_at = 1024;  // entries; those that nobody holds are dropped then
+};
+Bases& bases = *new Bases();
+
+}  // namespace
+
+Base::Base(std::vector<int64_t> shape, at::ScalarType dtype)
+    : shape(std::move(shape)),
+      dtype(dtype),
+      nbytes(c10::multiply_integers(this->shape) * static_cast<int64_t>(c10::elementSize(dtype))) {}
+
+BaseRef intern_base(std::vector<int64_t> shape, at::ScalarType dtype) {
   std::string key(reinterpret_cast<const char*>(shape.data()), shape.size() * sizeof(int64_t));
   key.push_back(static_cast<char>(dtype));
-  std::lock_guard<std::mutex> guard(mutex);
-  auto& entry = (*table)[key];
-  if (!entry) {
-    int64_t nbytes = static_cast<int64_t>(c10::elementSize(dtype));
-    for (int64_t size : shape) nbytes *= size;
-    entry.reset(new Base{std::move(shape), dtype, nbytes});
+  std::lock_guard<std::mutex> guard(bases.mutex);
+  auto found = bases.table.find(key);
+  if (found != bases.table.end()) {
+    if (BaseRef base = found->second.lock()) return base;
+    bases.table.erase(found);
   }
-  return entry.get();
+  auto base = c10::make_intrusive<Base>(std::move(shape), dtype);
+  bases.table.emplace(std::move(key), base);
+  if (bases.table.size() >= bases.purge_at) {
+    std::erase_if(bases.table, [](const auto& entry) { return entry.second.expired(); });
+    bases.purge_at = std::max<size_t>(1024, 2 * bases.table.size());
+  }
+  return base;
 }
 
-const Base* base_for(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+int64_t num_bases() {
+  std::lock_guard<std::mutex> guard(bases.mutex);
+  return static_cast<int64_t>(bases.table.size());
+}
+
+BaseRef base_for(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
   c10::SmallVector<int, 8> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return strides[a] > strides[b]; });
@@ -60,7 +84,7 @@ const Base* base_for(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarT
   return intern_base(std::move(shape), dtype);
 }
 
-const Base* flat_base(int64_t nbytes, at::ScalarType dtype) {
+BaseRef flat_base(int64_t nbytes, at::ScalarType dtype) {
   auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
   return nbytes % itemsize == 0 ? intern_base({nbytes / itemsize}, dtype) : intern_base({nbytes}, at::kByte);
 }
@@ -89,8 +113,8 @@ void drain_decrefs() {
 
 // ---- buffers
 
-Buffer::Buffer(const Base* base, c10::DeviceIndex device, BufferState state)
-    : base(base), device(device), state(state), is_counted(state != BufferState::kError) {
+Buffer::Buffer(BaseRef held, c10::DeviceIndex device, BufferState state)
+    : base(std::move(held)), device(device), state(state), is_counted(state != BufferState::kError) {
   auto& stats = memory_stats[device];
   stats.buffers++;
   if (!is_counted) return;
@@ -240,16 +264,16 @@ TpuStorage* storage_of(const at::Tensor& t) {
 void ensure_base(TpuStorage* s, const c10::TensorImpl* t) {
   if (s->base && s->base->nbytes == static_cast<int64_t>(s->nbytes())) return;
   auto dtype = t->dtype().toScalarType();
-  const Base* shown = t->storage_offset() == 0 ? base_for(t->sizes(), t->strides(), dtype) : nullptr;
+  BaseRef shown = t->storage_offset() == 0 ? base_for(t->sizes(), t->strides(), dtype) : BaseRef();
   bool covers = shown && shown->nbytes == static_cast<int64_t>(s->nbytes());
   s->base = covers ? shown : flat_base(static_cast<int64_t>(s->nbytes()), dtype);
 }
 
 namespace {
-at::Tensor build_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
+at::Tensor build_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, BaseRef base,
                         c10::DeviceIndex device, bool locked) {
   auto s = c10::make_intrusive<TpuStorage>(base->nbytes, device);
-  s->base = base;
+  s->base = std::move(base);
   if (locked) {
     take_slot(s.get());
   } else {
@@ -263,14 +287,14 @@ at::Tensor build_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::
 }
 }  // namespace
 
-at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
+at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, BaseRef base,
                        c10::DeviceIndex device) {
-  return build_tensor(sizes, strides, dtype, base, device, false);
+  return build_tensor(sizes, strides, dtype, std::move(base), device, false);
 }
 
-at::Tensor make_tensor_locked(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
+at::Tensor make_tensor_locked(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, BaseRef base,
                               c10::DeviceIndex device) {
-  return build_tensor(sizes, strides, dtype, base, device, true);
+  return build_tensor(sizes, strides, dtype, std::move(base), device, true);
 }
 
 }  // namespace torchtpu

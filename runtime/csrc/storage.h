@@ -30,16 +30,19 @@ extern SpinLock state_lock;
 using StateGuard = std::lock_guard<SpinLock>;
 
 // The contiguous n-d array that holds one version of a storage, in memory order.  Interned: equal bases are one
-// pointer.
-struct Base {
-  std::vector<int64_t> shape;  // row-major
-  at::ScalarType dtype;
-  int64_t nbytes;
+// pointer while anybody holds it.
+struct Base : c10::intrusive_ptr_target {
+  Base(std::vector<int64_t> shape, at::ScalarType dtype);
+  const std::vector<int64_t> shape;  // row-major
+  const at::ScalarType dtype;
+  const int64_t nbytes;
 };
-const Base* intern_base(std::vector<int64_t> shape, at::ScalarType dtype);
+using BaseRef = c10::intrusive_ptr<Base>;
+BaseRef intern_base(std::vector<int64_t> shape, at::ScalarType dtype);
+int64_t num_bases();  // interned ones, some of which nobody may hold any more
 // The base of a storage born as (sizes, strides): the permuted shape where those are dense, else one flat dimension.
-const Base* base_for(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
-const Base* flat_base(int64_t nbytes, at::ScalarType dtype);
+BaseRef base_for(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
+BaseRef flat_base(int64_t nbytes, at::ScalarType dtype);
 
 struct OpInfo;
 
@@ -53,13 +56,13 @@ enum class BufferState : uint8_t { kPending, kReady, kError };
 
 // A value on the device, or on its way there.  `object`, `guard` and `error` are written once, before `state` changes.
 struct Buffer : c10::intrusive_ptr_target {
-  Buffer(const Base* base, c10::DeviceIndex device, BufferState state);
+  Buffer(BaseRef base, c10::DeviceIndex device, BufferState state);
   ~Buffer() override;
 
   // A launch takes this memory for its outputs: it no longer counts as allocated.
   void give_up_memory();
 
-  const Base* base;
+  const BaseRef base;
   c10::DeviceIndex device;
   std::atomic<BufferState> state;
   std::atomic<int32_t> holders{0};  // storages whose present value this is; 0 lets a launch take the memory
@@ -88,7 +91,7 @@ struct TpuStorage final : c10::StorageImpl {
 
   void set_buffer(BufferRef b);  // under state_lock
 
-  const Base* base = nullptr;  // null until the first tensor gives the bytes a shape
+  BaseRef base;  // null until the first tensor gives the bytes a shape; under state_lock
   BufferRef buffer;
   Recorder* recorder = nullptr;  // whose region `epoch` is
   uint64_t epoch = 0;            // the region for which `value` holds; epochs are never reused
@@ -116,9 +119,9 @@ TpuStorage* storage_of(const at::Tensor& t);
 // Gives a storage born as bytes a base, now that `t` shows a geometry.  Under state_lock.
 void ensure_base(TpuStorage* storage, const c10::TensorImpl* t);
 
-at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
+at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, BaseRef base,
                        c10::DeviceIndex device);
-at::Tensor make_tensor_locked(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, const Base* base,
+at::Tensor make_tensor_locked(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, BaseRef base,
                               c10::DeviceIndex device);
 
 // The buffers of a device's storages, each once.

@@ -60,7 +60,7 @@ struct TensorKey {
   bool is_none = false;
   bool is_offset_lifted = false;
   caffe2::TypeMeta dtype;
-  const Base* base = nullptr;
+  BaseRef base;
   int64_t offset = 0;
   c10::SmallVector<int64_t, 10> geometry;  // sizes, then strides
 };
@@ -91,7 +91,7 @@ bool is_structural(const ArgInfo& arg, const NumberKey& key);
 struct TensorMeta {
   c10::SmallVector<int64_t, 5> sizes, strides;
   caffe2::TypeMeta dtype;
-  const Base* base = nullptr;
+  BaseRef base;
   int32_t value = kNoValue;
   bool is_undefined = false;
 };
