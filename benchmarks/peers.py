@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 BACKENDS = ("tpu", "cpu", "jax")
-ON_TPU = ("tpu", "compiled")  # "compiled": tpu with the model and the loss under torch.compile
+ON_TPU = ("tpu", "compiled", "reads")  # "compiled": tpu with the model and the loss under torch.compile
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NPROC": "1"}
 
 

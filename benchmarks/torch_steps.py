@@ -127,10 +127,10 @@ def build_decode(device: str) -> Callable[[int], Tensor]:
     return step
 
 
-def build(workload: str, device: str, *, is_compiled: bool = False) -> Callable[[int], Tensor]:
-    """step(i) trains once and returns the loss, unread."""
+def build(workload: str, device: str, *, is_compiled: bool = False, copies: int = 1) -> Callable[[int], Tensor]:
+    """step(i) trains once, on so many copies of the batch, and returns the loss, unread."""
     model = make_model(workload, device)
-    x, y = (torch.from_numpy(array).to(device) for array in data.batch(workload))
+    x, y = (torch.cat([torch.from_numpy(array)] * copies).to(device) for array in data.batch(workload))
     parameters = list(model.parameters())
 
     def loss_of() -> Tensor:
