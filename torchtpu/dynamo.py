@@ -32,8 +32,10 @@ def install() -> None:
 
 
 def _admit_to_flex_attention() -> None:
-    """flex_attention refuses devices that it does not know by name; its dense form runs on any."""
+    """flex_attention refuses devices that it does not know by name."""
     from torch.nn.attention import flex_attention
+
+    from torchtpu import flex
 
     module: Any = flex_attention
     refuse = module._validate_device
@@ -44,6 +46,7 @@ def _admit_to_flex_attention() -> None:
             refuse(query, key, value)
 
     module._validate_device = validate
+    flex.serve()
 
 
 def backend(

@@ -16,7 +16,7 @@ import torch
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx import GraphModule, Node
 
-from torchtpu import buckets
+from torchtpu import buckets, flex
 from torchtpu.runtime import _C
 
 Boxed = Callable[[list[Any]], Any]
@@ -30,6 +30,7 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
 
     A graph with something else than ops in it (a `cond`, a size that depends on data) is run node by node instead.
     """
+    flex.replace(graph)
     try:
         run = _padded(graph) if buckets.is_padded(graph) else _Builder(graph).build()
     except _Unreplayable:

@@ -18,7 +18,7 @@ import torch
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchtpu import config, distributed, fallback
+from torchtpu import config, distributed, fallback, flex
 from torchtpu.distributed.chips import rank_environment
 from torchtpu.ops import composed
 from torchtpu.runtime import _C
@@ -214,6 +214,7 @@ def start() -> None:
     config.on_change(_apply)
     _lazy.served = _C.register_ops(_ops())
     composed.install()
+    flex.install()
     _C.set_engine(_lazy)
     register_optimizer_step_post_hook(_mark_step)
     if config.get("max_steps"):
