@@ -134,6 +134,11 @@ def _aot(graph: torch.fx.GraphModule, inputs: list[Any]) -> Compiled:
 
     from torchtpu.graphs import compile_graph
 
+    if torch._functorch.config.bundled_autograd_cache:
+        raise NotImplementedError(
+            "aot_compile does not serve tpu: there a compiled function is recorded, and its programs are in torchtpu's "
+            "cache. Save the model with torch.export.save, and compile its programs ahead of time with `torchtpu warm`."
+        )
     compiled: Compiled = aot_autograd(
         fw_compiler=compile_graph,
         bw_compiler=compile_graph,
