@@ -183,6 +183,15 @@ def test_the_page_needs_nothing_else() -> None:
     assert {"timeline", "map", "recompilations", "fallbacks", "reads", "regions", "builds", "memory"} <= page.ids
 
 
+@pytest.mark.full
+def test_off_it_costs_the_recorder_no_instruction() -> None:
+    command = [sys.executable, Path(__file__).parents[1] / "benchmarks" / "explain_cost.py", "--instructions"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    never, once = done.stdout.splitlines()[-1].split("|")[2:4]
+    assert int(never) > 100
+    assert int(once) == pytest.approx(int(never), rel=0.01)
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
 def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     def program() -> None:
