@@ -1,4 +1,4 @@
-"""In: profiled blocks. Out: traces with rows of the device on PyTorch's clock, which a browser's viewer opens."""
+"""In: profiled blocks. Out: traces with rows of the device on PyTorch's clock, as viewers demand them."""
 
 from __future__ import annotations
 
@@ -56,6 +56,62 @@ def test_a_trace_has_rows_of_the_device(tmp_path: Path, name: str) -> None:
     }
     rows = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] >= regions[0]["pid"] - 1}
     assert rows >= {"region", "collective", "compile", "launch", "wait"}
+
+
+REQUIRED = {
+    "X": {"name": str, "ts": (int, float), "dur": (int, float)},
+    "M": {"name": str, "args": dict},
+    "i": {"name": str, "ts": (int, float), "s": str},
+    "s": {"name": str, "cat": str, "ts": (int, float), "id": (int, str)},
+    "f": {"name": str, "cat": str, "ts": (int, float), "id": (int, str)},
+}
+
+
+def rows(events: list[Event]) -> dict[tuple[Any, Any], list[Event]]:
+    """The slices of each row, the outer ones first."""
+    found: dict[tuple[Any, Any], list[Event]] = {}
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])):
+        found.setdefault((event["pid"], event["tid"]), []).append(event)
+    return found
+
+
+def test_a_trace_is_what_the_format_of_viewers_demands(tmp_path: Path) -> None:
+    """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: fields of each phase, slices of
+    a row that nest, flows with both ends, each of them in a slice."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("block"):
+        work()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = trace_of(tmp_path / "trace.json")
+    for event in events:
+        for name, kinds in REQUIRED[event["ph"]].items():
+            assert isinstance(event[name], kinds), event
+        assert event["ph"] == "M" or {"pid", "tid"} <= event.keys()
+        assert event.get("dur", 0) >= 0
+        assert event["ph"] != "i" or event["s"] in ("g", "p", "t")
+    slices = rows(events)
+    for row in slices.values():
+        open_until: list[float] = []
+        for event in row:
+            while open_until and open_until[-1] <= event["ts"]:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            assert not open_until or end <= open_until[-1] + 0.002, "within the outer one, to the last digit"
+            open_until.append(end)
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    ours = {(e["pid"], e["tid"]) for e in events if str(e.get("cat", "")).startswith("tpu_")}
+    assert ours
+    assert ours <= named
+    flows: dict[Any, list[Event]] = {}
+    for event in events:
+        if event["ph"] in "sf":
+            flows.setdefault((event["cat"], event["name"], event["id"]), []).append(event)
+            around = slices[event["pid"], event["tid"]]
+            assert any(e["ts"] <= event["ts"] <= e["ts"] + e["dur"] for e in around), "it starts and ends at slices"
+    assert flows
+    for ends in flows.values():
+        first, *others = sorted(ends, key=lambda e: e["ts"])
+        assert first["ph"] == "s"
+        assert {e["ph"] for e in others} == {"f"}
 
 
 def test_nothing_listens_after_a_profile() -> None:
