@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtpu import metrics
@@ -298,6 +298,34 @@ def tensor_parallel() -> None:
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-6)
 
 
+def sequence_parallel() -> None:
+    mesh = init_device_mesh("tpu", (dist.get_world_size(),))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.LayerNorm(6))
+
+    model, alone = make().to("tpu"), make()
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(output_layouts=Shard(1)),
+        "4": SequenceParallel(),
+    }
+    parallelize_module(model, mesh, plan)
+    optimizers = adamw(model), adamw(alone)
+    for seed in range(3):
+        x = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(seed))
+        made = model(distribute_tensor(x.to("tpu"), mesh, [Shard(1)]))
+        assert tuple(made.placements) == (Shard(1),)
+        losses = made.full_tensor().square().mul(x.to("tpu")).mean(), alone(x).square().mul(x).mean()
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(losses[0].cpu(), losses[1], rtol=1e-6, atol=1e-6)
+
+
 def functional() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
@@ -355,7 +383,8 @@ def load_alone(folder: str) -> None:
 
 
 CLIENTS = (
-    ddp, ddp_hooks, ddp_no_sync, fsdp2, hybrid, fsdp1, pipeline, plain_pipeline, dtensors, tensor_parallel, functional,
+    ddp, ddp_hooks, ddp_no_sync, fsdp2, hybrid, fsdp1, pipeline, plain_pipeline, dtensors, tensor_parallel,
+    sequence_parallel, functional,
 )  # fmt: skip
 
 
