@@ -2,7 +2,8 @@
 
 Both are compiled by libtpu for a chip that need not be here, with the same options, precision and attention kernel, and
 none runs. The time of a step is the larger of two bounds: the compiler's cycles at the chip's clock, with what has no
-cycles charged by the bytes that it moves, and all bytes at the bandwidth of the chip's memory.
+cycles charged by the bytes that it moves, and all bytes at the bandwidth of the chip's memory. Of a module that jaxlib
+cannot read, as GPT-2's for v6e, only the second one is known.
 JAX's integers have 32 bits, PyTorch's 64.
 
     python benchmarks/tpu_cost.py w2 w3 --chips v5e v6e
@@ -122,17 +123,24 @@ def time_of(cost: dict[str, Any], target: str) -> float:
     return max(seconds(cost, target)[0], cost["bytes_accessed"] / find_chip(target)[0].bytes_per_second)
 
 
+def _ratio(part: float, whole: float, form: str) -> str:
+    """A dash where the compiled module could not be read, which is why it has no cycles."""
+    return f"{part / whole:{form}}" if whole else "-"
+
+
 def row(workload: str, target: str, found: dict[str, Any]) -> list[str]:
     ours, jax = found["tpu"], found["jax"]
-    shares = [f"{100 * unpriced / whole:.0f} %" for whole, unpriced in (seconds(cost, target) for cost in (ours, jax))]
+    shares = [
+        _ratio(100 * unpriced, whole, ".0f") for whole, unpriced in (seconds(cost, target) for cost in (ours, jax))
+    ]
     return [
         f"{workload} ({WORKLOADS[workload]})",
         target,
         peers.verdict(time_of(ours, target) / time_of(jax, target), LIMIT),
         *(f"{time_of(cost, target) * 1e6:.1f} µs" for cost in (ours, jax)),
-        *(f"{ours[name] / jax[name]:.2f}" for name in ("cycles", "flops", "bytes_accessed")),
+        *(_ratio(ours[name], jax[name], ".2f") for name in ("cycles", "flops", "bytes_accessed")),
         f"{ours['temporary_bytes'] / 1e6:.1f} / {jax['temporary_bytes'] / 1e6:.1f} MB",
-        " / ".join(shares),
+        " / ".join(shares) + " %",
         str(ours["programs"]),
     ]
 
