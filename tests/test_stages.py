@@ -23,7 +23,7 @@ class Ranks:
         self._barrier = threading.Barrier(size)
         self._told: list[list[int]] = [[] for _ in range(size)]
 
-    def stages(self, rank: int, program: Program) -> list[Stage] | None:
+    def stages(self, rank: int, program: Program, shared: int) -> list[Stage]:
         def tell(numbers: Sequence[int]) -> list[list[int]]:
             self._told[rank] = list(numbers)
             self._barrier.wait(60)
@@ -31,13 +31,14 @@ class Ranks:
             self._barrier.wait(60)
             return found
 
-        return find_stages(program, GATHER, lambda *_: False, tell)
+        return find_stages(program, GATHER, lambda *_: False, tell, shared)
 
 
-def stages_of(*programs: Program) -> list[list[Stage] | None]:
+def stages_of(*programs: Program) -> list[list[Stage]]:
     ranks = Ranks(len(programs))
+    shared = min([op.name for op in program.ops].count(GATHER) for program in programs)
     with ThreadPoolExecutor(len(programs)) as pool:
-        return list(pool.map(ranks.stages, range(len(programs)), programs))
+        return list(pool.map(lambda rank: ranks.stages(rank, programs[rank], shared), range(len(programs))))
 
 
 def step(rows: int, *, is_clipped: bool = False, is_odd: bool = False) -> Program:
@@ -60,14 +61,12 @@ def step(rows: int, *, is_clipped: bool = False, is_odd: bool = False) -> Progra
     return record.program(*outputs, donated=(0,) if rows else ())
 
 
-def common(found: list[Stage] | None) -> list[Program]:
-    assert found is not None
+def common(found: list[Stage]) -> list[Program]:
     programs = [stage.part.program for stage in found if stage.is_common]
     return [replace(p, ops=tuple(replace(op, line="") for op in p.ops)) for p in programs]
 
 
-def kinds(found: list[Stage] | None) -> list[bool]:
-    assert found is not None
+def kinds(found: list[Stage]) -> list[bool]:
     return [stage.is_common for stage in found]
 
 
@@ -95,9 +94,17 @@ def test_what_is_computed_on_one_rank_alone_is_not_shared() -> None:
     assert (kinds(first), kinds(second)) == ([True, False, True], [True, True])
 
 
+def test_what_follows_the_collectives_that_all_ranks_have_is_the_last_stage() -> None:
+    first, second = stages_of(step(2), step(2, is_clipped=True))
+    assert common(first) == common(second) != []
+    assert not any(op.name == GATHER for stage in first if not stage.is_common for op in stage.part.program.ops)
+    *_, last = second
+    assert not last.is_common
+    assert [op.name for op in last.part.program.ops].count(GATHER) == 1
+
+
 def test_every_value_is_made_before_it_is_taken() -> None:
     for found in stages_of(step(3, is_clipped=True), step(1, is_clipped=True)):
-        assert found is not None
         known = {~0, ~1, ~2}
         for stage in found:
             assert known.issuperset(stage.part.inputs)
