@@ -16,57 +16,17 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import peers
 import torch
 import torch_steps
+from resident import Largest, Peak, resident_bytes
 
 WAYS = ("whole", "free", "limited")
 STEPS, WARM = 24, 8
 SHARE, RESIDENT, SLOWDOWN, LOSS = 0.6, 1.1, 2.0, 1e-4  # of what is needed; limits
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Peak:
-    """The most resident bytes since it was made."""
-
-    def __init__(self) -> None:
-        self.bytes = resident_bytes()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.bytes = max(self.bytes, resident_bytes())
-
-
-class Largest:
-    """An observer that keeps the most bytes that a program takes."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def planned(self, program: Any, about: Any, flight: Any) -> None:
-        flight.add_done_callback(self._note)
-
-    def _note(self, flight: Any) -> None:
-        f = flight.result()
-        self.bytes = max(self.bytes, f.argument_bytes + f.output_bytes - f.aliased_bytes + f.temporary_bytes)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
 
 
 def measure(way: str, workload: str, limit: int) -> dict[str, Any]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,46 +25,10 @@ import torchtpu
 from torchtpu import metrics, startup
 from torchtpu.runtime import _C
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from resident import Largest, Peak, resident_bytes
+
 ROWS, WIDTH, LAYERS = 8192, 128, 6
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-class Peak:
-    """The most resident bytes since it was made or reset, looked at every two milliseconds."""
-
-    def __init__(self) -> None:
-        self.bytes = resident_bytes()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.bytes = max(self.bytes, resident_bytes())
-
-
-class Largest:
-    """An observer that keeps the most bytes a program of its needs."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def planned(self, program: Any, about: Any, flight: Any) -> None:
-        flight.add_done_callback(self._note)
-
-    def _note(self, flight: Any) -> None:
-        f = flight.result()
-        self.bytes = max(self.bytes, f.argument_bytes + f.output_bytes - f.aliased_bytes + f.temporary_bytes)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
 
 
 class Mixer(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PRELUDE = "import faulthandler; faulthandler.enable()\n"
 
@@ -47,6 +48,20 @@ def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
         ended = Ended(status, Path(folder, "out").read_text(), err)
         is_alone = is_gone(process.pid)
         return ended if is_alone else ended._replace(err=ended.err + "a process outlives the script")
+
+
+def compiled_for(target: str, code: str, cases: dict[str, Any]) -> dict[str, Any]:
+    """The JSON that the code prints last, run where libtpu starts without a chip; its arguments are the target and the
+    cases as JSON."""
+    from torchtpu.runtime import aot
+
+    command = [sys.executable, "-c", code, target, json.dumps(cases)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=aot.environment(), timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def is_gone(group: int) -> bool:

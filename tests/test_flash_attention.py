@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from script import compiled_for
 
 from torchtpu.ops import Context, attention, attention_blocked, attention_flash
-from torchtpu.runtime.aot import environment
 
 KERNELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -169,13 +166,8 @@ ON_TPUS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("target", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.full)])
 def test_attention_compiles_for_tpus_and_stores_no_scores(target: str) -> None:
     pytest.importorskip("libtpu")
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, target, json.dumps(ON_TPUS)],
-        capture_output=True, text=True, env=environment(), timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
     scores = 2 * 8 * 2048 * 2048 * 4
-    for name, ((fused_bytes, kernels), (plain_bytes, none)) in json.loads(done.stdout.splitlines()[-1]).items():
+    for name, ((fused_bytes, kernels), (plain_bytes, none)) in compiled_for(target, COMPILE, ON_TPUS).items():
         assert (kernels, none) == (3 if name in ("causal", "grouped") else 0, 0), "forward, and backward in two kernels"
         assert plain_bytes >= scores * 0.9, name
         assert fused_bytes < scores / (4 if kernels else 1.5), name

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from script import compiled_for
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
@@ -21,7 +19,6 @@ from torchtpu import flex, metrics
 from torchtpu.ops import Context, flex_tiles
 from torchtpu.ops.flex_attention import backward, forward
 from torchtpu.ops.flex_mods import Mod
-from torchtpu.runtime.aot import environment
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -407,11 +404,6 @@ ON_TPUS = {"grouped": (2048, True, 2), "odd length": (2047, False, 8)}
 @pytest.mark.parametrize("target", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.full)])
 def test_it_compiles_for_tpus_and_stores_no_scores(target: str) -> None:
     pytest.importorskip("libtpu")
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, target, json.dumps(ON_TPUS)],
-        capture_output=True, text=True, env=environment(), timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
     scores = 2 * 8 * 2048 * 2048 * 4
-    for name, nbytes in json.loads(done.stdout.splitlines()[-1]).items():
+    for name, nbytes in compiled_for(target, COMPILE, ON_TPUS).items():
         assert nbytes < scores / 2, name

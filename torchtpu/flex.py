@@ -48,7 +48,7 @@ def install() -> None:
     ):
         library.define(name.partition("::")[2] + _SCHEMAS[name])
         LOWERINGS[name] = Lowering(name, lower, infer=infer, multiplies=True)
-        _C.register_op((name, {}, False, False, (), True, (), True, False))
+        _C.register_op(LOWERINGS[name].row())
 
 
 def serve() -> None:

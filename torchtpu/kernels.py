@@ -294,7 +294,7 @@ def _define() -> None:
     library.define("jax_call(Tensor[] arrays, int function, str name) -> Tensor[]")
     _libraries.append(library)
     LOWERINGS[_OP] = Lowering(_OP, _lower, infer=_infer, persists=False)
-    _C.register_op((_OP, {}, False, False, (), True, (), False, False))
+    _C.register_op(LOWERINGS[_OP].row())
     torch.library.register_fake(_OP, _infer, lib=library)
     torch.library.register_autograd(_OP, _backward, setup_context=_save, lib=library)
     torch.library.register_vmap(_OP, _batch, lib=library)

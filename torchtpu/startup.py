@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchtpu import config, distributed, fallback, flex
 from torchtpu.distributed.chips import rank_environment
 from torchtpu.ops import composed
+from torchtpu.ops.registry import Row
 from torchtpu.runtime import _C
 from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.counters import Counters
@@ -246,27 +247,14 @@ def _count_devices() -> int:
     return len(visible.split(",")) if visible else max(1, len(list(Path("/dev").glob("nvidia[0-9]*"))))
 
 
-def _ops() -> list[tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool]]:
+def _ops() -> list[Row]:
     from torchtpu import ops
 
     ops.load()
     where = "tpu" if config.get("target") else {"gpu": "cuda"}.get(platform(), platform())
     only = {name: entry for (name, place), entry in ops.PLATFORM_LOWERINGS.items() if place == where}
     table = {**only, **ops.LOWERINGS}
-    return [
-        (
-            name,
-            dict(entry.structural),
-            entry.lifts,
-            entry.random,
-            entry.mutates,
-            entry.infer is not None,
-            entry.ints,
-            entry.multiplies,
-            False,
-        )
-        for name, entry in table.items()
-    ]
+    return [entry.row() for entry in table.values()]
 
 
 _LIMITS = ("max_region_ops", "max_region_bytes", "max_in_flight", "max_trie_nodes", "max_programs")

@@ -119,7 +119,7 @@ def _add_ring(module: Any) -> None:
     def attend(op: Any, given: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...]:
         arguments = _arguments(op, given, named)
         if arguments.pop("attn_bias") is not None:
-            raise NotImplementedError("attn_bias is not supported yet")
+            raise NotImplementedError("attn_bias is not supported yet")  # PyTorch's words: its ring takes no masks
         mesh, local = _on_one_dimension(arguments)
         made, logsumexp, *rest = module._templated_ring_attention(mesh.get_group(), _SEQUENCE, op, **local)
         return (*_sharded(mesh, made, logsumexp), *rest)

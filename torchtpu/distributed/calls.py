@@ -144,7 +144,7 @@ def install() -> None:
     library.impl("collective", lambda input, ticket, kind, homes, sizes: input.new_empty(sizes), "Meta")
     _library.append(library)  # which unregisters the op when it dies
     LOWERINGS[OP] = Lowering(OP, lowering.collective, lifts=True, repeats=True)
-    _C.register_op((OP, {}, True, False, (), False, (), False, True))
+    _C.register_op(LOWERINGS[OP].row(runs_once=True))
 
 
 def record(call: Call, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

@@ -57,6 +57,9 @@ class Context:
         self.checks.append((jnp.all(ok), message, error))
 
 
+Row = tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool]
+
+
 @dataclass(frozen=True)
 class Lowering:
     """One op's lowering and what the recorder must know of the op.
@@ -91,6 +94,11 @@ class Lowering:
     @functools.cached_property
     def takes_context(self) -> bool:
         return "ctx" in inspect.signature(self.function).parameters
+
+    def row(self, *, runs_once: bool = False) -> Row:
+        """What the recorder is told of the op; `runs_once` where it has an effect beside its results."""
+        facts = dict(self.structural), self.lifts, self.random, self.mutates
+        return self.name, *facts, self.infer is not None, self.ints, self.multiplies, runs_once
 
 
 Register = Callable[[Callable[..., Any]], Callable[..., Any]]
