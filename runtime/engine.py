@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -26,6 +27,7 @@ from .executor import About, Executable, Executor
 from .fitting import Fitting
 from .fleet import Fleet
 from .fragments import Fragments
+from .growth import Fixed, Grown, RuleOf, grow
 from .guards import Guard, recorded_at
 from .joint import Collectives
 from .joints import Joints
@@ -33,6 +35,7 @@ from .ladder import Ladder
 from .manifest import Journal, Outcome, Recorded
 from .memory import Memory, nbytes_of, show_bytes
 from .observe import Observer
+from .padded import Padded, download
 from .pjrt import Client
 from .plans import Plan, Plans
 from .region import Program
@@ -54,7 +57,8 @@ class Engine:
     `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors (see `Memory`). A
     `journal` hears of every program and of what became of it; `observers`, a list that may change, hear of each program
     and launch, `planned` of each region's program.
-    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means.
+    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
+    `rule_of` what becomes of an op where sizes grow.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Engine:
         planned: Callable[[Program], Any] = lambda program: None,
         collectives: Collectives | None = None,
         is_structural: IsStructural = lambda *_: False,
+        rule_of: RuleOf = lambda name: None,
         fleet: Fleet | None = None,
     ) -> None:
         self._observers = observers
@@ -85,6 +90,7 @@ class Engine:
         self._knob = knob
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
+        self._rule_of = rule_of
         self.fragments = Fragments(
             table,
             self.client,
@@ -111,6 +117,8 @@ class Engine:
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._executables)
         self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
+        # What runs a program with room, while some length of it is known.
+        self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.history = self._executor.history
         self.launch = self._executor.launch
 
@@ -129,6 +137,13 @@ class Engine:
             if joint is not None:
                 plan.ready(joint)
                 return
+            grown = self._grown(program, plan.before)
+            if grown is not None:
+                program = grown.program
+                known = self._rooms.get((program, device))
+                if known is not None:
+                    plan.ready(Padded(self.client, self.counters, grown, known))
+                    return
             clusters = self.plans.clusters(program) if self._knob("clusters") else None
             if clusters and self._journal is not None:
                 self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
@@ -156,14 +171,31 @@ class Engine:
                 except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
                     plan.failed(_explained(error, build.about, plan))
                     return
+            form: Any = made.get(id(program))
             if clusters:
                 executables = [made[id(p)] for p in programs]
                 parts = Parts(program, clusters.parts, executables.__getitem__)
-                plan.ready(self._ladder(parts, program, device, clusters.hot))
+                form = self._ladder(parts, program, device, clusters.hot)
+            if grown is None:
+                plan.ready(form)
             else:
-                plan.ready(made[id(program)])
+                self._rooms[program, device] = form
+                plan.ready(Padded(self.client, self.counters, grown, form))
 
         _when_all([build.flight for build in builds.values()], tell)
+
+    def _grown(self, program: Program, before: Any) -> Grown | None:
+        """The program with room for what has grown since a plan `before` it; None where it is better left as it is."""
+        if before is None:
+            return None
+        try:
+            grown = grow(program, before.program, self._rule_of)
+        except Fixed as error:
+            if "cluster" in self._knob("log"):
+                log.write(f"tpu: the region at {program.line} gets no room: {error}")
+            return None
+        self.counters.regions_grown += 1
+        return grown
 
     def _built(self, program: Program, device: int) -> Executable:
         """The program's executable, now."""
@@ -246,7 +278,7 @@ class Engine:
         """A contiguous CPU tensor of the array's contents; waits for them. It may share the array's memory."""
         self.counters.downloads += 1
         self.counters.bytes_downloaded += nbytes_of(array)
-        return self.client.download(array)
+        return download(self.client, array)
 
     def resolve(self, guard: Guard) -> None:
         """Waits for a guard's device-side checks and raises the error of the first that failed."""

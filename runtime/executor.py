@@ -22,6 +22,7 @@ from .log import write
 from .lower import failed_aval
 from .memory import Flight, Memory, nbytes_of, show_bytes
 from .observe import Called, Launched, Observer
+from .padded import Padded, RoomyArray, without_room
 from .pieces import Pieces
 from .sequence import Sequence as Parts
 from .views import fits
@@ -49,8 +50,8 @@ class Executable:
     """What a plan is given: a loaded program with all that a launch needs of it."""
 
     __slots__ = (
-        "_flat", "_make_flat", "about", "checks", "common", "fitted", "handlers", "has_one_own", "inputs", "is_fresh",
-        "kind_of", "kinds", "loaded", "offsets", "run",
+        "__weakref__", "_flat", "_make_flat", "about", "checks", "common", "fitted", "handlers", "has_one_own",
+        "inputs", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
     )  # fmt: skip
 
     def __init__(
@@ -139,6 +140,12 @@ class Executor:
     def launch(self, work: Any, executable: Any = None) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
         executable = executable or work.executable
+        if isinstance(executable, Padded):
+            with _Caught(work):
+                self.launch(executable.work(work), executable.executable)
+            return
+        if RoomyArray.exist:
+            work = without_room(self._client, self._counters, work)
         if isinstance(executable, HostCall):
             self._call(work)
         elif isinstance(executable, (Joint, Pieces)):

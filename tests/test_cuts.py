@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,7 @@ def test_a_loop_cut_by_caps_computes_what_the_cpu_computes(period: int) -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.usefixtures("no_room")
 @pytest.mark.parametrize("seed", range(6))
 def test_parts_around_what_keeps_its_shape_compute_what_the_cpu_computes(seed: int) -> None:
     found: dict[str, list[Tensor]] = {}
@@ -201,6 +202,13 @@ def decode(device: str, tokens: int) -> tuple[list[float], list[int]]:
     return read, programs
 
 
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    with config.using(buckets=False):
+        yield
+
+
+@pytest.mark.usefixtures("no_room")
 def test_what_does_not_grow_is_compiled_once_in_a_loop_that_grows() -> None:
     expected, _ = decode("cpu", 12)
     before = metrics.snapshot()["cuts"].get("shape", 0)

@@ -80,6 +80,7 @@ class Plan:
     def __init__(self, program: Program, device: int = 0) -> None:
         self.program, self.device, self.line, self.run = program, device, program.line, ""
         self.nearest = ""
+        self.before = None
         self.executable: Any = None
         self.error: Any = None
         self._done = threading.Event()

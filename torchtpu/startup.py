@@ -18,7 +18,7 @@ import torch
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchtpu import config, distributed, fallback, flex
+from torchtpu import config, distributed, fallback, flex, growth_rules
 from torchtpu.distributed.chips import rank_environment
 from torchtpu.ops import composed
 from torchtpu.ops.registry import Row
@@ -216,6 +216,7 @@ def start() -> None:
     _lazy.served = _C.register_ops(_ops())
     composed.install()
     flex.install()
+    growth_rules.install()
     _C.set_engine(_lazy)
     register_optimizer_step_post_hook(_mark_step)
     if config.get("max_steps"):
@@ -254,7 +255,7 @@ def _ops() -> list[Row]:
     where = "tpu" if config.get("target") else {"gpu": "cuda"}.get(platform(), platform())
     only = {name: entry for (name, place), entry in ops.PLATFORM_LOWERINGS.items() if place == where}
     table = {**only, **ops.LOWERINGS}
-    return [entry.row() for entry in table.values()]
+    return [entry.row(grows=growth_rules.rule_of(entry.name) is not None) for entry in table.values()]
 
 
 _LIMITS = ("max_region_ops", "max_region_bytes", "max_in_flight", "max_trie_nodes", "max_programs")
@@ -265,8 +266,8 @@ def _apply(name: str, value: Any) -> None:
     _settings[name] = value
     if name == "sync":
         _C.set_sync(value)
-    elif name in ("policy", "deterministic"):
-        _C.set_policy(config.get("policy") == "frozen", config.get("deterministic"))
+    elif name in ("policy", "deterministic", "buckets"):
+        _C.set_policy(config.get("policy") == "frozen", config.get("deterministic"), config.get("buckets"))
     elif name == "debug_nans" and is_in_use():
         _C.forget_streams()  # their programs check nothing, or too much
     elif name in _LIMITS:
@@ -336,6 +337,7 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         planned=lazy.recompilations.note,
         collectives=collectives,
         is_structural=_is_structural,
+        rule_of=lambda name: growth_rules.rule_of(lazy.served.get(name, name)),
         fleet=fleet,
     )
 

@@ -30,6 +30,7 @@ OpFacts read_facts(const py::tuple& row) {
   facts.ints = row[6].cast<std::vector<std::string>>();
   facts.multiplies = row[7].cast<bool>();
   facts.runs_once = row[8].cast<bool>();
+  facts.grows = row[9].cast<bool>();
   return facts;
 }
 
@@ -198,6 +199,7 @@ void bind_engine_types(py::module& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def_property_readonly("program",
                              [](const Plan& p) { return make_program(p.node, p.inputs, p.outputs, p.donated, p.line); })
+      .def_property_readonly("before", [](const Plan& p) { return p.before; })
       .def_property_readonly("device", [](const Plan& p) { return static_cast<int>(p.device); })
       .def_property_readonly("line", [](const Plan& p) { return p.line; })
       .def_property_readonly("nearest", [](const Plan& p) { return p.nearest; })
@@ -290,7 +292,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("wait_marker", &wait_marker);
   m.def("marker_time", &marker_time);
   m.def("set_sync", [](bool on) { sync_mode = on; });
-  m.def("set_policy", [](bool is_frozen, bool is_exact) {
+  m.def("set_policy", [](bool is_frozen, bool is_exact, bool gives_room) {
+    policy.gives_room = gives_room;
     policy.is_frozen = is_frozen;
     policy.is_exact = is_exact;
   });

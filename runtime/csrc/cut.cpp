@@ -120,7 +120,7 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
       outputs = std::move(both);
     }
   }
-  auto plan = make_plan(r, std::move(inputs), std::move(outputs), agree_on_donation(node, free), line);
+  auto plan = make_plan(r, std::move(inputs), std::move(outputs), agree_on_donation(node, free), line, find_smaller(r));
   if (node.plans.size() >= kMostPlans) node.plans.erase(node.plans.begin());
   node.plans.push_back(plan);
   return plan;
@@ -173,8 +173,9 @@ std::string describe_nearest(const Node* end) {
 bool is_exact() { return policy.is_exact || at::globalContext().deterministicAlgorithms(); }
 
 std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, std::vector<int32_t> outputs,
-                                std::vector<uint8_t> donated, const std::string& line) {
+                                std::vector<uint8_t> donated, const std::string& line, std::shared_ptr<Plan> before) {
   auto plan = std::make_shared<Plan>();
+  plan->before = std::move(before);
   plan->trie = r.trie;
   plan->node = r.at;
   plan->inputs = std::move(inputs);

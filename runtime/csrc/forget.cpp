@@ -34,7 +34,10 @@ bool is_in_use(const Node& node) {
 void prune(Trie& trie, Node* node) {
   while (node->info && node->children.empty() && !node->end) {
     auto stream = trie.streams.find(node->skeleton);
-    if (stream != trie.streams.end() && stream->second.last == node) trie.streams.erase(stream);
+    if (stream != trie.streams.end()) {
+      if (stream->second.previous == node) stream->second.previous = nullptr;
+      if (stream->second.last == node) trie.streams.erase(stream);
+    }
     Node* parent = node->parent;
     if (parent->last == node) parent->last = nullptr;
     if (parent->trunk == node) parent->trunk = nullptr;

@@ -370,6 +370,7 @@ void notify() {
 void plan_ready(Plan& plan, PyObject* executable) {
   Py_INCREF(executable);
   plan.executable = executable;
+  plan.before.reset();
   plan.state = Plan::kReady;
   notify();
 }
@@ -377,6 +378,7 @@ void plan_ready(Plan& plan, PyObject* executable) {
 void plan_failed(Plan& plan, PyObject* error) {
   Py_INCREF(error);
   plan.error = error;
+  plan.before.reset();
   plan.state = Plan::kFailed;
   notify();
 }

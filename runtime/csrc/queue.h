@@ -22,6 +22,7 @@ struct Plan {
   std::vector<uint8_t> donated;  // by input
   int64_t output_bytes = 0;
   c10::DeviceIndex device = 0;
+  std::shared_ptr<Plan> before;      // until it is planned: one of the same ops, whose sizes it may have outgrown
   std::string line;                  // where its first region ended
   std::string nearest;               // under policy frozen: the known region that has most in common
   std::shared_ptr<CodePlace> entry;  // where that began
@@ -48,7 +49,8 @@ struct Work {
 
 // A plan for the program that ends at r.at, handed to the engine.
 std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, std::vector<int32_t> outputs,
-                                std::vector<uint8_t> donated, const std::string& line);
+                                std::vector<uint8_t> donated, const std::string& line,
+                                std::shared_ptr<Plan> before = nullptr);
 template <class T>
 at::Tensor pack(const std::vector<T>& numbers) {
   if (numbers.empty()) return {};

@@ -79,6 +79,8 @@ void cut_at_cap(Recorder& r, const char* reason);
 // Where a long op stream comes again with other shapes, and again: ends regions around the ops that stay the same,
 // whose programs then serve every shape.  Under state_lock.
 void split_by_shape(Recorder& r, const std::string& line);
+// A plan of the pending region's ops in other sizes, where these keep changing and could be given room.
+std::shared_ptr<Plan> find_smaller(const Recorder& r);
 // Where the region has no program and none may be made: ends regions where earlier ones ended, as far as their programs
 // serve.  Under state_lock.
 void split_by_known(Recorder& r, const std::string& line);
@@ -114,6 +116,7 @@ extern Limits limits;
 struct Policy {
   std::atomic<bool> is_frozen{false};  // programs that exist serve, or none
   std::atomic<bool> is_exact{false};   // a program serves only what it was made for, whatever came before
+  std::atomic<bool> gives_room{true};  // programs are made for arrays longer than what counts, where sizes grow
 };
 extern Policy policy;
 bool is_exact();  // by policy, or by torch.use_deterministic_algorithms

@@ -273,6 +273,45 @@ bool is_same_call(const Node& a, const Node& b) {
   return true;
 }
 
+// Whether sizes are the same or differ by one step, which is noted.
+template <class T>
+bool has_grown(const T& now, const T& then, size_t count, int64_t& step) {
+  for (size_t i = 0; i < count; i++) {
+    if (now[i] == then[i]) continue;
+    if (step == 0) step = now[i] - then[i];
+    if (now[i] - then[i] != step) return false;
+  }
+  return true;
+}
+
+bool has_grown(const BaseRef& now, const BaseRef& then, int64_t& step) {
+  if (!now || !then) return now == then;
+  return now->shape.size() == then->shape.size() && has_grown(now->shape, then->shape, now->shape.size(), step);
+}
+
+// Whether all that differs between two streams of the same ops is one size, and ops that see it may be given room.
+bool may_grow(const Node& now, const Node& then) {
+  int64_t step = 0;
+  const Node* b = &then;
+  if (now.depth != then.depth) return false;
+  for (const Node* a = &now; a->info; a = a->parent, b = b->parent) {
+    if (a->info->runs_once) return false;
+    if (is_same_call(*a, *b)) continue;
+    if (a->info != b->info || a->precision != b->precision || !a->info->grows) return false;
+    for (size_t i = 0; i < a->args.size(); i++) {
+      const ArgKey &x = a->args[i], &y = b->args[i];
+      if (x.tensors.size() != y.tensors.size() || x.ints.size() != y.ints.size()) return false;
+      if (!has_grown(x.ints, y.ints, x.ints.size(), step)) return false;
+      for (size_t e = 0; e < x.tensors.size(); e++) {
+        const TensorKey &p = x.tensors[e], &q = y.tensors[e];
+        if (p.geometry.size() != q.geometry.size() || !has_grown(p.base, q.base, step)) return false;
+        if (!has_grown(p.geometry, q.geometry, p.geometry.size() / 2, step)) return false;
+      }
+    }
+  }
+  return true;
+}
+
 // The ends of the runs of ops that stay the same from `before` to `now`, and of those between them; none where the
 // runs are too few to be worth it.
 std::vector<Node*> ends_of_runs(Node* now, const Node* before) {
@@ -302,13 +341,23 @@ std::vector<Node*> ends_of_runs(Node* now, const Node* before) {
 }  // namespace
 
 void split_by_shape(Recorder& r, const std::string& line) {
-  if (!r.at->plans.empty() || r.at->depth < kFewestOpsToSplit) return;
+  if (!r.at->plans.empty()) return;
   Trie::Stream& stream = r.trie->streams[r.at->skeleton];
-  const Node* before = std::exchange(stream.last, r.at);
-  if (before == r.at || before == nullptr || before->depth != r.at->depth) return;
-  if (++stream.changes < kStreamsBeforeSplit) return;
+  if (stream.last == r.at) return;
+  const Node* before = stream.previous = std::exchange(stream.last, r.at);
+  if (before == nullptr || before->depth != r.at->depth || ++stream.changes < kStreamsBeforeSplit) return;
+  if (r.at->depth < kFewestOpsToSplit || find_smaller(r)) return;
   std::vector<Node*> ends = ends_of_runs(r.at, before);
   if (!ends.empty()) cut_after(r, ends, "shape", line);
+}
+
+std::shared_ptr<Plan> find_smaller(const Recorder& r) {
+  auto found = r.trie->streams.find(r.at->skeleton);
+  if (is_exact() || !policy.gives_room || found == r.trie->streams.end() || found->second.changes < kStreamsBeforeSplit)
+    return nullptr;
+  const Node* other = found->second.last == r.at ? found->second.previous : found->second.last;
+  if (!other || other->plans.empty() || !may_grow(*r.at, *other)) return nullptr;
+  return other->plans.front();
 }
 
 }  // namespace torchtpu

@@ -29,6 +29,7 @@ struct OpFacts {
   std::vector<std::string> ints;  // int arguments that may be lifted
   bool runs_once = false;         // it has an effect beside its results
   bool multiplies = false;        // its result depends on torch.set_float32_matmul_precision
+  bool grows = false;             // it may be computed on arrays that are longer than what counts of them
 };
 
 enum class ArgRole : uint8_t { kPlain, kDtype, kPlacement };  // kPlacement: layout, device, pin_memory, memory_format
@@ -50,7 +51,7 @@ struct OpInfo {
   std::vector<int> return_alias;  // per return: the argument it is, or -1
   int generator_arg = -1;
   int device_arg = -1;
-  bool lifts, random, has_infer, multiplies, runs_once, has_optional_list = false, may_resize = false;
+  bool lifts, random, has_infer, multiplies, runs_once, grows, has_optional_list = false, may_resize = false;
   bool is_foreach = false;  // bumps the version of each tensor it writes; for other ops a kernel above does
 };
 
@@ -158,15 +159,16 @@ inline Reads& reads_of(Node& node) {
 
 struct Trie {
   struct Stream {
-    const Node* last = nullptr;  // where it ended last
-    int changes = 0;             // times that it came with new shapes
+    const Node* last = nullptr;      // where it ended when its shapes were new last
+    const Node* previous = nullptr;  // and the time before
+    int changes = 0;                 // times that it came with new shapes
   };
   Node root;
   int64_t nodes = 0, plans = 0;
   std::list<Node*> ends;  // where regions ended, the latest first; every leaf that is not being recorded is one
   int walks = 0;          // while somebody holds nodes that the pending region has left, nothing is forgotten
   int wholes = 0;         // values that have a slice of their own
-  std::unordered_map<uint64_t, Stream> streams;  // long ones, by skeleton
+  std::unordered_map<uint64_t, Stream> streams;  // by skeleton
 };
 
 // The numbers a call hands to lifted arguments, in argument order.

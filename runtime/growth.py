@@ -1,0 +1,428 @@
+"""Sizes that grow: in comes a program that differs in one size from an earlier one, out goes one with room for more.
+
+A dimension that keeps changing, such as the length of a cache, gets *room*: it is as long as the next power of two, its
+elements come first, and what comes after them may be anything. Programs of all lengths with the same room have the same
+text, and are given the lengths at run time. What an op makes of such arrays is the business of its rule (see `Call`);
+where an op has none, or where two sizes change, the program is left as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from .calls import results_of, schema_of
+from .parts import bases_of, operands
+from .region import Base, Lifted, Op, Operand, Program, Result, Write
+
+FIRST = "torchtpu::first"  # (self, count, dim, fill): `fill` in place of what follows the first `count` elements
+_LEAST_ROOM = 32
+_WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
+
+
+Rule = Callable[["Call"], None]
+RuleOf = Callable[[str], Rule | None]  # by the recorded name of an op
+
+
+class Fixed(Exception):
+    """The program cannot be given room: the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A program with room. After its own run-time ints it takes `numbers`; `inputs` and `outputs` are the shapes that
+    count, by place, of the arrays that have room."""
+
+    program: Program
+    numbers: tuple[int, ...]
+    inputs: Mapping[int, tuple[int, ...]]
+    outputs: Mapping[int, tuple[int, ...]]
+
+
+class Roomy(NamedTuple):
+    """A tensor argument with room: of each growing dimension, how much counts."""
+
+    operand: Operand
+    counts: Mapping[int, int]
+
+
+class Changed(NamedTuple):
+    """An int argument that has grown as the sizes have."""
+
+    value: int
+
+
+def grow(program: Program, before: Program, rule_of: RuleOf) -> Grown:
+    """The program with room where it differs from `before`, which has the same ops; raises `Fixed`."""
+    return _Grower(program, before, rule_of).grown()
+
+
+def room_for(size: int) -> int:
+    """The length of the room for so many elements."""
+    doubled = 1 << (size - 1).bit_length()
+    step = doubled // 8
+    return max(_LEAST_ROOM, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+class Call:
+    """One op of a program that is given room, as its rule sees it.
+
+    A rule looks at what grows, hides what the op must not see, and adds what makes the op's results: with `keep`, the
+    op itself. It raises `Fixed` where it does not know how.
+    """
+
+    def __init__(self, grower: _Grower, op: Op, before: Op) -> None:
+        self.op = op
+        self.room = grower.room
+        self.args = [grower.argument(now, then) for now, then in zip(op.args, before.args, strict=True)]
+        self._grower = grower
+        self._before = before
+        self._places = {argument.name: place for place, argument in enumerate(schema_of(op.name).arguments)}
+
+    def get(self, name: str) -> Any:
+        """An argument by its name in the schema; None where the call has none."""
+        place = self._places.get(name, len(self.args))
+        return self.args[place] if place < len(self.args) else None
+
+    def put(self, name: str, value: Any) -> None:
+        """Replaces an argument, which the op does not write."""
+        place = self._places[name]
+        if any(write.arg == place for write in self.op.writes):
+            raise Fixed(f"{self.op.name} writes {name}")
+        self.args[place] = value
+
+    def grows(self, name: str) -> set[int]:
+        """The growing dimensions of an argument; none where it is no tensor."""
+        given = self.get(name)
+        return set(given.counts) if isinstance(given, Roomy) else set()
+
+    def tensor(self, name: str) -> Operand:
+        """A tensor argument, with room."""
+        operand = plain(self.get(name))
+        if not isinstance(operand, Operand):
+            raise Fixed(f"{name} is no tensor")
+        return operand
+
+    def hide(self, name: str, fill: float, dims: set[int] | None = None) -> None:
+        """Replaces what does not count of an argument, along these dimensions or all that grow, by `fill`."""
+        for dim in sorted(self.grows(name) if dims is None else self.grows(name) & dims):
+            given = self.get(name)
+            self.put(name, self.first(given, given.counts[dim], dim, fill))
+
+    def first(self, given: Operand | Roomy, count: int, dim: int, fill: float) -> Roomy:
+        """A new tensor: the first `count` of the given one along `dim`, then `fill`."""
+        operand = plain(given)
+        sizes, dtype = operand.sizes, operand.dtype
+        made = Result(self._grower.new_value(), sizes, row_major(sizes), dtype, Base(sizes, dtype))
+        self.emit(Op(FIRST, (operand, self._grower.count(count), dim, fill), (made,), (), self.op.line))
+        counts = given.counts if isinstance(given, Roomy) else {}
+        return Roomy(Operand(made.value, sizes, made.strides, 0, dtype, made.base), counts)
+
+    def number(self, value: int) -> Lifted:
+        """The run-time int that is `value` this time."""
+        return self._grower.number(value)
+
+    def emit(self, op: Op) -> None:
+        """Adds an op to the program."""
+        self._grower.ops.append(op)
+
+    def keep(self) -> None:
+        """Adds the op itself, with the arguments as they are now."""
+        self.emit(self._grower.rewritten(self.op, self._before, plain(self.args)))
+
+    def only_result(self) -> Result:
+        """The single result of the op, with room, for a rule that makes it otherwise."""
+        (made,), (then,) = self.op.results, self._before.results
+        result = self._grower.result(made, then)
+        assert isinstance(result, Result)
+        return result
+
+    def copy(self, source: Operand, into: Result) -> None:
+        """Adds a copy of a tensor, which is the result from now on."""
+        empty = Operand(None, into.sizes, into.strides, 0, into.dtype, into.base)
+        target = Write(0, None, into.value, into.sizes, into.strides, 0, into.dtype, into.base, replaces=True)
+        self.emit(Op("copy_", (empty, source, False), (None,), (target,), self.op.line))
+
+    def write(self, result: Result, new: Operand, dim: int, start: int) -> Result:
+        """Adds a copy of `new` into the result, from `start` on along `dim`; the result with it."""
+        offset = self._grower.number(start * result.strides[dim])
+        view = Operand(result.value, new.sizes, result.strides, offset, result.dtype, result.base)
+        value = self._grower.new_value()
+        target = Write(0, None, value, view.sizes, view.strides, offset, view.dtype, view.base, replaces=False)
+        self.emit(Op("copy_", (view, new, False), (None,), (target,), self.op.line))
+        return replace(result, value=value)
+
+    def stands_for(self, result: Result) -> None:
+        """From now on this is the op's single result."""
+        (made,) = self.op.results
+        assert isinstance(made, Result)
+        self._grower.values[made.value] = result.value
+
+
+def plain(argument: Any) -> Any:
+    """An argument as an op has it. Raises `Fixed` where a number is left that has grown."""
+    match argument:
+        case Roomy():
+            return argument.operand
+        case Changed():
+            raise Fixed("a number that grows")
+        case tuple() | list():
+            return tuple(map(plain, argument))
+        case _:
+            return argument
+
+
+class _Segment(NamedTuple):
+    """Dimensions of an array that are `size` indices together, `unit` elements apart, and `unit_with_room` where there
+    is room: one that grows, or neighbours that do not."""
+
+    unit: int
+    size: int
+    unit_with_room: int
+    grows: bool
+
+
+class _Grower:
+    """`values` has the new number of each value of the program, `ops` the new ops."""
+
+    def __init__(self, program: Program, before: Program, rule_of: RuleOf) -> None:
+        self._program, self._before = program, before
+        self._rule_of = rule_of
+        self._bases, earlier = bases_of(program), bases_of(before)
+        if len(program.ops) != len(before.ops) or self._bases.keys() != earlier.keys():
+            raise Fixed("other ops")
+        self._step = 0
+        self._axes = {v: self._changed(base.shape, earlier[v].shape) for v, base in self._bases.items()}
+        self.room = self._find_room()
+        self.values = {~i: ~i for i in range(len(program.inputs))}
+        self.ops: list[Op] = []
+        self._made = 0
+        self._numbers: list[int] = []
+        self._counts: dict[int, Lifted] = {}
+
+    def grown(self) -> Grown:
+        program = self._program
+        for op, before in zip(program.ops, self._before.ops, strict=True):
+            self._add(op, before)
+        made = Program(
+            ops=tuple(self.ops),
+            inputs=tuple(self._with_room(base, self._axes[~i]) for i, base in enumerate(program.inputs)),
+            outputs=tuple(self.values[v] for v in program.outputs),
+            donated=program.donated,
+            floats=program.floats,
+            ints=program.ints + len(self._numbers),
+            line=program.line,
+        )
+        inputs = {i: base.shape for i, base in enumerate(program.inputs) if self._axes[~i]}
+        outputs = {k: self._bases[v].shape for k, v in enumerate(program.outputs) if self._axes[v]}
+        return Grown(made, tuple(self._numbers), inputs, outputs)
+
+    def argument(self, now: Any, then: Any) -> Any:
+        """An argument with room; an int that has grown is marked."""
+        if isinstance(now, Operand) and isinstance(then, Operand):
+            return self._operand(now, then)
+        if isinstance(now, (tuple, list)) and isinstance(then, (tuple, list)) and len(now) == len(then):
+            return tuple(map(self.argument, now, then))
+        if type(now) is type(then) and now == then:
+            return now
+        if type(now) is int and type(then) is int and now - then == self._step:
+            return Changed(now)
+        raise Fixed("an argument that changes")
+
+    def number(self, value: int) -> Lifted:
+        """A run-time int of its own: that it equals another one this time means nothing."""
+        self._numbers.append(value)
+        return Lifted("i", self._program.ints + len(self._numbers) - 1)
+
+    def count(self, value: int) -> Lifted:
+        """The run-time int that says how much counts."""
+        known = self._counts.get(value)
+        if known is None:
+            known = self._counts[value] = self.number(value)
+        return known
+
+    def new_value(self) -> int:
+        self._made += 1
+        return self._made - 1
+
+    def result(self, now: Any, then: Any) -> Any:
+        """A result with room and its new number."""
+        if isinstance(now, tuple):
+            return tuple(map(self.result, now, then))
+        if now is None:
+            return None
+        value = self.values[now.value] = self.new_value()
+        if not self._axes[now.value]:
+            return replace(now, value=value)
+        dims = self._changed(now.sizes, then.sizes)
+        axes = self._axes[now.value]
+        sizes, strides = self._view(axes, dims, now, 0)
+        return replace(now, value=value, sizes=sizes, strides=strides, base=self._with_room(now.base, axes))
+
+    def rewritten(self, op: Op, before: Op, args: tuple[Any, ...]) -> Op:
+        """The op with these arguments, and its results and writes with room."""
+        results = tuple(map(self.result, op.results, before.results))
+        writes = tuple(map(self._write, op.writes, before.writes))
+        return replace(op, args=args, results=results, writes=writes)
+
+    def _add(self, op: Op, before: Op) -> None:
+        if op.name != before.name or op.precision != before.precision or len(op.writes) != len(before.writes):
+            raise Fixed("other ops")
+        call = Call(self, op, before)
+        if not any(self._axes[made.value] for made in results_of(op)) and not any(_grown(call.args)):
+            call.keep()
+            return
+        rule = self._rule_of(op.name)
+        if rule is None:
+            raise Fixed(f"{op.name} has no rule")
+        rule(call)
+
+    def _operand(self, now: Operand, then: Operand) -> Operand | Roomy:
+        if now.value != then.value:
+            raise Fixed("other ops")
+        value = None if now.value is None else self.values[now.value]
+        axes = self._changed(now.base.shape, then.base.shape)
+        if not axes and now.sizes == then.sizes:
+            return replace(now, value=value, offset=self._offset(now, then))
+        dims = self._changed(now.sizes, then.sizes)
+        sizes, strides, offset = self._place(axes, now, then, dims)
+        made = Operand(value, sizes, strides, offset, now.dtype, self._with_room(now.base, axes))
+        return Roomy(made, {dim: now.sizes[dim] for dim in dims}) if dims else made
+
+    def _write(self, now: Write, then: Write) -> Write:
+        value = self.values[now.value] = self.new_value()
+        axes = self._axes[now.value]
+        dims = self._changed(now.sizes, then.sizes)
+        if not axes and not dims:
+            return replace(now, value=value, offset=self._offset(now, then))
+        if any(self._axis(now, dim) not in axes or now.sizes[dim] != self._length(now, dim) for dim in dims):
+            raise Fixed("a write into a part that grows")
+        sizes, strides, offset = self._place(axes, now, then, dims)
+        base = self._with_room(now.base, axes)
+        return replace(now, value=value, sizes=sizes, strides=strides, offset=offset, base=base)
+
+    # ---- geometry
+
+    def _offset(self, now: Operand | Write, then: Operand | Write) -> int | Lifted:
+        """The offset of a view that does not grow, in an array that does not either."""
+        if now.offset == then.offset:
+            offset = now.offset
+        elif isinstance(now.offset, Lifted) or isinstance(then.offset, Lifted):
+            raise Fixed("a view at a place that changes")
+        else:
+            offset = self.number(now.offset)
+        if (now.strides, now.dtype, now.base.dtype) != (then.strides, then.dtype, then.base.dtype):
+            raise Fixed("a view that changes")
+        return offset
+
+    def _find_room(self) -> int:
+        """The room of all that grows; notes by how much it has grown."""
+        largest = [self._bases[v].shape[axis] for v, axes in self._axes.items() for axis in axes]
+        most = []
+        for op, before in zip(self._program.ops, self._before.ops, strict=True):
+            for now, then in zip(operands(op), operands(before), strict=False):
+                for dim in self._changed(now.sizes, then.sizes):
+                    largest.append(now.sizes[dim])
+                    if self._axis(now, dim) not in self._changed(now.base.shape, then.base.shape):
+                        most.append(self._length(now, dim))
+        if not largest:
+            raise Fixed("no size changes")
+        room = min([room_for(max(largest)), *most])
+        if room < max(largest):
+            raise Fixed("there is no room")
+        return room
+
+    def _changed(self, now: Sequence[int], then: Sequence[int]) -> tuple[int, ...]:
+        """The dimensions that have grown, all by the same step."""
+        if len(now) != len(then):
+            raise Fixed("other dimensions")
+        dims = tuple(d for d, (n, t) in enumerate(zip(now, then, strict=True)) if n != t)
+        for dim in dims:
+            self._step = self._step or now[dim] - then[dim]
+            # A dimension of one element has any stride, and may be broadcast.
+            if now[dim] - then[dim] != self._step or min(now[dim], then[dim]) < 2:
+                raise Fixed("two sizes change")
+        return dims
+
+    def _axis(self, view: Operand | Write, dim: int) -> int | None:
+        """The array's dimension that a view's dimension runs over; None where it runs over several or none."""
+        steps = row_major(view.base.shape)
+        found = [a for a, n in enumerate(view.base.shape) if n > 1 and steps[a] == view.strides[dim]]
+        return found[0] if found and view.sizes[dim] <= view.base.shape[found[0]] else None
+
+    def _length(self, view: Operand | Write, dim: int) -> int:
+        """How long a view's dimension may be; 0 where that is not known."""
+        axis = self._axis(view, dim)
+        if axis is None or isinstance(view.offset, Lifted) or view.dtype.itemsize != view.base.dtype.itemsize:
+            return 0
+        return view.base.shape[axis] - view.offset // view.strides[dim] % view.base.shape[axis]
+
+    def _with_room(self, base: Base, axes: Sequence[int]) -> Base:
+        return base._replace(shape=tuple(self.room if a in axes else n for a, n in enumerate(base.shape)))
+
+    def _segments(self, axes: Sequence[int], shape: Sequence[int]) -> list[_Segment]:
+        """The segments of an array in which `axes` grow, the innermost first."""
+        made: list[_Segment] = []
+        unit = unit_with_room = 1
+        for axis in reversed(range(len(shape))):
+            size, grows = shape[axis], axis in axes
+            if made and not made[-1].grows and not grows:
+                made[-1] = made[-1]._replace(size=made[-1].size * size)
+            else:
+                made.append(_Segment(unit, size, unit_with_room, grows))
+            unit *= size
+            unit_with_room *= self.room if grows else size
+        return made
+
+    def _place(
+        self, axes: Sequence[int], now: Operand | Write, then: Operand | Write, dims: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int | Lifted]:
+        """A view's sizes, strides and offset with room."""
+        if isinstance(now.offset, Lifted) or isinstance(then.offset, Lifted):
+            raise Fixed("a view at a place that changes")
+        if now.dtype.itemsize != now.base.dtype.itemsize:
+            raise Fixed("a view of other elements")
+        segments = self._segments(axes, now.base.shape)
+        digits = [now.offset // s.unit % s.size for s in segments]
+        before = [then.offset // s.unit % s.size for s in self._segments(axes, then.base.shape)]
+        sizes, strides = self._view(axes, dims, now, now.offset)
+        offset = sum(d * s.unit_with_room for d, s in zip(digits, segments, strict=True))
+        return sizes, strides, offset if digits == before else self.number(offset)
+
+    def _view(
+        self, axes: Sequence[int], dims: Sequence[int], view: Operand | Write | Result, offset: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """A view's sizes and strides with room, where those in `dims` have grown."""
+        segments = self._segments(axes, view.base.shape)
+        spans = [offset // s.unit % s.size for s in segments]
+        strides = []
+        for dim, (size, stride) in enumerate(zip(view.sizes, view.strides, strict=True)):
+            place = next((k for k in reversed(range(len(segments))) if segments[k].unit <= stride), None)
+            if place is None:  # a stride of 0
+                strides.append(stride)
+                continue
+            segment = segments[place]
+            step, rest = divmod(stride, segment.unit)
+            if size > 1 and (rest or (segment.grows and dim in dims and (step != 1 or spans[place]))):
+                raise Fixed("a view across what grows")
+            strides.append(step * segment.unit_with_room)
+            spans[place] += step * (size - 1)
+        if any(span >= segment.size for span, segment in zip(spans, segments, strict=True)):
+            raise Fixed("a view across what grows")
+        return tuple(self.room if d in dims else n for d, n in enumerate(view.sizes)), tuple(strides)
+
+
+def _grown(arguments: Any) -> Iterator[bool]:
+    """Whether each of the arguments has grown."""
+    for argument in arguments:
+        if type(argument) in (tuple, list):
+            yield from _grown(argument)
+        else:
+            yield isinstance(argument, (Roomy, Changed))

@@ -1,0 +1,267 @@
+"""Sizes that keep growing: in come loops whose tensors get longer, out come what the CPU computes and few programs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtpu import config, metrics
+from torchtpu.runtime.growth import room_for
+
+LENGTHS = [3, 4, 5, 6, 7, 9, 12, 20, 31, 32, 33, 40, 8]
+
+
+def counted(name: str) -> int:
+    found: int = metrics.snapshot()[name]
+    return found
+
+
+def same_on_both(loop: Callable[[str], list[Tensor]], **tolerances: float) -> tuple[int, int]:
+    """Runs the loop on the CPU and on tpu; the programs compiled, and the regions that were given room."""
+    torch.manual_seed(0)
+    expected = loop("cpu")
+    torch.manual_seed(0)
+    compiled, grown = counted("programs_compiled"), counted("regions_grown")
+    found = loop("tpu")
+    for e, f in zip(expected, found, strict=True):
+        torch.testing.assert_close(f, e, **(tolerances or {"rtol": 2e-5, "atol": 2e-6}))
+    return counted("programs_compiled") - compiled, counted("regions_grown") - grown
+
+
+# ---- one op that sees what grows
+
+WEIGHT = torch.linspace(-1, 1, 12).reshape(3, 4)
+OPS: dict[str, Callable[[Tensor], Any]] = {
+    "elementwise": lambda x: (x * 2 + x.exp()) / x,
+    "compared": lambda x: (x > 0) & (x < 1),
+    "where": lambda x: torch.where(x > 0, x, -x),
+    "masked": lambda x: x.masked_fill(x < 0, 2.0),
+    "sum": lambda x: x.sum(),
+    "sum of rows": lambda x: x.log().sum(0),
+    "sum of columns": lambda x: x.sum(1, keepdim=True),
+    "largest": lambda x: x.log().amax(0),
+    "least": lambda x: (1 / x).amin(0),
+    "place of the largest": lambda x: x.argmax(0),
+    "softmax": lambda x: (1 / x).softmax(0),
+    "log_softmax of rows": lambda x: x.log_softmax(1),
+    "linear": lambda x: F.linear(x, WEIGHT.to(x.device)),
+    "product": lambda x: x.t() @ (1 / x),
+    "product of what stays": lambda x: x @ WEIGHT.to(x.device).t(),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "mean of rows": lambda x: x.mean(1),
+    "cumsum": lambda x: x.cumsum(0),
+    "tril": lambda x: (x @ x.t()).tril().sum(0),
+    "last": lambda x: x[-1] * 2,
+    "first": lambda x: x[0] + x[2],
+    "all but the last": lambda x: x[:-1].sum(0) + 1,
+    "all but the first": lambda x: x[1:] * 2,
+    "every second": lambda x: x[::2] * 2,
+    "transposed": lambda x: x.t().contiguous() + 1,
+    "reshaped": lambda x: x.reshape(-1, 2, 2) * 3,
+    "flat": lambda x: x.reshape(-1).exp(),
+    "filled": lambda x: x.clone().fill_(3.0),
+    "written": lambda x: (x + 0).mul_(2).add_(x),
+    "written in part": lambda x: put(x + 0),
+    "stacked": lambda x: torch.stack([x, x + 1]),
+    "joined columns": lambda x: torch.cat([x, x * 2], 1),
+    "joined rows": lambda x: torch.cat([x, x[:1]], 0),
+    "joined with itself": lambda x: torch.cat([x, x], 0),
+    "joined behind": lambda x: torch.cat([x[:1], x], 0),
+    "range": lambda x: torch.arange(len(x), device=x.device) * 2,
+    "range in the middle": lambda x: torch.arange(len(x), len(x) + 3, device=x.device).float().exp(),
+    "embedding": lambda x: F.embedding((x * 0).long() + 1, WEIGHT.to(x.device)),
+    "index_select": lambda x: WEIGHT.to(x.device).index_select(0, (x[:, 0] * 0).long() + 2),
+    "expanded": lambda x: x[:, :1].expand(-1, 4) + x,
+    "sorted": lambda x: x.sort(0).values,
+    "flipped": lambda x: x.flip(0),
+    "variance": lambda x: x.var(0),
+    "dropout of nothing": lambda x: F.dropout(x, 0.5, training=False) + 1,
+    "bytes": lambda x: x.view(torch.int32) ^ 1,
+    "attention": lambda x: attend(x, x, is_causal=False),
+    "causal attention": lambda x: attend(x, x, is_causal=True),
+    "attention of one": lambda x: attend(x[-1:], x, is_causal=False),
+    "attention with a bias": lambda x: attend(x, x, attn_mask=(x @ x.t())[None, None]),
+    "attention with a mask": lambda x: attend(x, x, attn_mask=(x @ x.t() > 0)[None, None]),
+}  # fmt: skip
+
+
+NO_ROOM = {
+    "all but the first", "flat", "joined with itself", "joined behind", "range in the middle", "sorted", "flipped",
+    "variance",
+}  # fmt: skip
+
+
+def put(x: Tensor) -> Tensor:
+    x[-2] = 7.0
+    x[:, 1] += 1
+    return x
+
+
+def attend(query: Tensor, key: Tensor, **options: Any) -> Tensor:
+    query, key = query[None, None], key[None, None]
+    return F.scaled_dot_product_attention(query, key, 1 / key, **options)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_on_what_grows_computes_what_the_cpu_computes(name: str) -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in LENGTHS:
+            x = (torch.arange(n * 4, dtype=torch.float32).reshape(n, 4) % 7 / 4 + 0.125).to(device)
+            found.append(OPS[name](x).cpu())
+        return found
+
+    assert (same_on_both(loop)[1] > 0) == (name not in NO_ROOM)
+
+
+def test_a_cache_that_grows_is_a_program_for_each_room() -> None:
+    def loop(device: str) -> list[Tensor]:
+        steps = torch.randn(60, 1, 2, 1, 8)
+        keys, values = (t.to(device) for t in torch.randn(2, 1, 2, 4, 8))
+        found = []
+        for step in steps.to(device):
+            keys, values = torch.cat([keys, step], 2), torch.cat([values, step * 2], 2)
+            found.append(F.scaled_dot_product_attention(step, keys, values).cpu())
+        return [*found, keys.cpu(), values.cpu()]
+
+    assert same_on_both(loop) == (4, 58)  # two as they are, then 32 and 64
+    assert same_on_both(loop)[0] == 0
+
+
+def test_a_cache_read_up_to_a_position_is_a_program_for_each_room() -> None:
+    def loop(device: str) -> list[Tensor]:
+        cache = torch.zeros(1, 2, 48, 8, device=device)
+        found = []
+        for place, step in enumerate(torch.randn(40, 1, 2, 1, 8).to(device), 3):
+            cache[:, :, place : place + 1] = step
+            places = torch.arange(place, place + 1, device=device)
+            seen = cache[:, :, : place + 1]
+            found.append((F.scaled_dot_product_attention(step, seen, seen) + places).cpu())
+        return [*found, cache.cpu()]
+
+    compiled, grown = same_on_both(loop)
+    assert grown >= 35
+    assert compiled <= 6
+
+
+def test_what_grows_is_read_and_used_elsewhere_as_it_counts() -> None:
+    def loop(device: str) -> list[Tensor]:
+        x, found = torch.ones(3, 4, device=device), []
+        for i in range(12):
+            x = torch.cat([x.exp().log(), torch.full((1, 4), float(i), device=device)])
+            x.sum().item()
+            found += [x.cpu(), x.flip(0).cpu(), x[1:].t().cpu(), x.unfold(0, 2, 1).sum(-1).cpu()]
+        return found
+
+    moved = counted("arrays_moved")
+    same_on_both(loop)
+    assert counted("arrays_moved") > moved
+
+
+def test_two_sizes_that_change_get_no_room() -> None:
+    def loop(device: str) -> list[Tensor]:
+        return [(torch.ones(n, 2 * n, device=device) * 3).sum(0).cpu() for n in range(3, 10)]
+
+    assert same_on_both(loop)[1] == 0
+
+
+def test_nothing_grows_in_deterministic_mode_or_without_buckets() -> None:
+    def loop(device: str) -> list[Tensor]:
+        return [torch.ones(n, 5, device=device).exp().sum(0).cpu() for n in range(3, 9)]
+
+    with config.using(deterministic=True):
+        assert same_on_both(loop)[1] == 0
+    with config.using(buckets=False):
+        assert same_on_both(loop)[1] == 0
+    assert same_on_both(lambda device: [x * 2 for x in loop(device)])[1] == 0, "these lengths have programs"
+
+
+def test_a_value_that_failed_fails_what_grows_from_it() -> None:
+    table = torch.ones(4, 3, device="tpu")
+    for n in range(3, 9):
+        places = torch.zeros(n, dtype=torch.int64)
+        places[-1] = 9 if n == 8 else 1
+        made = F.embedding(places.to("tpu"), table).exp()
+        if n == 8:
+            with pytest.raises(IndexError, match="index out of range"):
+                made.cpu()
+        else:
+            assert made.shape == (n, 3)
+            made.cpu()
+
+
+def test_rooms_are_few_and_not_much_longer_than_what_counts() -> None:
+    rooms = {room_for(n) for n in range(1, 100_000)}
+    assert len(rooms) < 70
+    assert all(n <= room_for(n) <= max(32, 2 * n) for n in range(1, 2000))
+    assert all(n <= room_for(n) <= 1.25 * n for n in range(1025, 100_000, 7))
+
+
+# ---- random programs
+
+
+CHOICES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "add": lambda x, y, c: x + y * c,
+    "inverse": lambda x, y, c: 1 / (x + c),
+    "exp": lambda x, y, c: (x * 0.1).exp(),
+    "rows": lambda x, y, c: x - x.amax(1, keepdim=True) * c,
+    "columns": lambda x, y, c: x / (1 + x.abs().sum(0, keepdim=True)),
+    "softmax": lambda x, y, c: x.softmax(0) + x.softmax(1),
+    "norm": lambda x, y, c: F.layer_norm(x, (4,)) + y,
+    "mix": lambda x, y, c: (x @ y.t()).tanh() @ y / 8,
+    "part": lambda x, y, c: torch.where(x > c, x, y),
+    "write": lambda x, y, c: put(x + 0),
+    "join": lambda x, y, c: torch.cat([x[:-1], y[-1:]]),
+    "last": lambda x, y, c: x + y[-1] * c,
+    "attend": lambda x, y, c: attend(x, y + 3, is_causal=c > 0.5)[0, 0],
+    "turn": lambda x, y, c: x.t().contiguous().t() + c,
+    "sort": lambda x, y, c: x.sort(0).values,
+}
+
+
+class Chain:
+    """A random program of ops on tensors of which one dimension grows."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self.steps = [self._draw.choice(sorted(CHOICES)) for _ in range(self._draw.randint(3, 9))]
+        self.choices = [self._draw.random() for _ in self.steps]
+
+    def run(self, x: Tensor) -> Tensor:
+        earlier = [x, x * 0.5 + 1]
+        for name, c in zip(self.steps, self.choices, strict=True):
+            earlier.append(CHOICES[name](earlier[-1], earlier[-2], c))
+        return earlier[-1]
+
+
+def check_chain(seed: int) -> None:
+    chain, lengths = Chain(seed), random.Random(seed).sample(range(2, 70), 7)
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in lengths:
+            x = torch.randn(n, 4).to(device)
+            found.append(chain.run(x).cpu())
+            x = torch.cat([x, chain.run(x)[:1].clone()])
+            found += [chain.run(x).cpu(), x.sum(0).cpu()]
+        return found
+
+    same_on_both(loop, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs_that_grow_compute_what_the_cpu_computes(seed: int) -> None:
+    check_chain(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(8, 200))
+def test_many_random_programs_that_grow_compute_what_the_cpu_computes(seed: int) -> None:
+    check_chain(seed)

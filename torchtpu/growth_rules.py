@@ -1,0 +1,207 @@
+"""Rules of ops whose arrays are longer than what counts of them: in comes a call, out go the ops that make of what
+counts what the call makes of it (see `torchtpu.runtime.growth`).
+
+An op without a rule keeps its region from being given room.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchtpu.ops import shape
+from torchtpu.ops.registry import LOWERINGS, Lowering
+from torchtpu.runtime import _C
+from torchtpu.runtime.growth import FIRST, Call, Changed, Fixed, Roomy, Rule, plain
+from torchtpu.runtime.region import Base, Operand
+
+_libraries: list[Any] = []  # an op lives as long as its library
+
+
+def install() -> None:
+    """Makes the op that hides what does not count known to PyTorch and to the recorder. Called once."""
+    kind: Any = torch.library.Library
+    library = kind("torchtpu", "FRAGMENT")
+    _libraries.append(library)
+    library.define(FIRST.partition("::")[2] + "(Tensor self, int count, int dim, float fill) -> Tensor")
+    LOWERINGS[FIRST] = Lowering(FIRST, shape.first, structural={"fill": None}, ints=("count",))
+    _C.register_op(LOWERINGS[FIRST].row())
+
+
+def rule_of(name: str) -> Rule | None:
+    """The rule of an op with a lowering of its own; None where it has none."""
+    entry = LOWERINGS.get(name)
+    return _RULES.get(name) or (Call.keep if entry is not None and entry.elementwise else None)
+
+
+# ---- rules
+
+
+def _rows(*fixed: str) -> Rule:
+    """Ops that compute each row for itself; these arguments do not grow, nor do rows."""
+
+    def rule(call: Call) -> None:
+        if any(map(call.grows, fixed)):
+            raise Fixed("a weight that grows")
+        call.keep()
+
+    return rule
+
+
+def _reduces(fill: float | None = None) -> Rule:
+    """Reductions; `fill` is what changes nothing, None: only dimensions that do not grow are reduced."""
+
+    def rule(call: Call) -> None:
+        axes = _axes(call)
+        if call.grows("self") & axes:
+            if fill is None or (math.isinf(fill) and not call.tensor("self").dtype.is_floating_point):
+                raise Fixed(f"{call.op.name} over what grows")
+            call.hide("self", fill, axes)
+        call.keep()
+
+    return rule
+
+
+def _axes(call: Call) -> set[int]:
+    """The dimensions that a reduction goes over."""
+    rank, given = len(call.tensor("self").sizes), call.get("dim")
+    if given is None or given == ():
+        return set(range(rank))
+    return {d % max(rank, 1) for d in (given if isinstance(given, tuple) else (given,))}
+
+
+def _softmax(call: Call) -> None:
+    call.hide("self", -math.inf, _axes(call))
+    call.keep()
+
+
+def _layer_norm(call: Call) -> None:
+    rank, normalized = len(call.tensor("input").sizes), len(call.get("normalized_shape"))
+    if any(dim >= rank - normalized for dim in call.grows("input")):
+        raise Fixed("normalises what grows")
+    _rows("weight", "bias")(call)
+
+
+def _multiply(left: str, right: str) -> Rule:
+    """Products of matrices, or a matrix and a vector."""
+
+    def rule(call: Call) -> None:
+        inner = len(call.tensor(left).sizes) - 1, max(0, len(call.tensor(right).sizes) - 2)
+        for name, dim in zip((left, right), inner, strict=True):
+            call.hide(name, 0.0, {dim})
+        call.keep()
+
+    return rule
+
+
+def _linear(call: Call) -> None:
+    if len(call.tensor("input").sizes) - 1 in call.grows("input"):
+        raise Fixed("a weight that grows")
+    _rows("weight", "bias")(call)
+
+
+def _embedding(call: Call) -> None:
+    if call.grows("weight"):
+        raise Fixed("a table that grows")
+    call.hide("indices", 0)
+    call.keep()
+
+
+def _gather(call: Call) -> None:
+    """Takes from what does not grow, at as many places as there are."""
+    if call.grows("self"):
+        raise Fixed("takes from what grows")
+    call.hide("index", 0)
+    call.keep()
+
+
+def _arange(call: Call) -> None:
+    """What comes after the numbers that count goes on with them; where the range only moves, so does its start."""
+    start, end, step = (call.get(name) for name in ("start", "end", "step"))
+    if step != 1 or not isinstance(end, Changed) or not isinstance(start, (int, Changed)):
+        raise Fixed("a range of numbers that change")
+    call.put("end", 0)  # the length is the result's
+    if isinstance(start, Changed):
+        call.put("start", call.number(start.value))
+    call.keep()
+
+
+def _cat(call: Call) -> None:
+    """The first tensor has room for the others."""
+    tensors = call.get("tensors")
+    rank = len(plain(tensors[0]).sizes)
+    axis = (call.get("dim") or 0) % max(rank, 1)
+    grown = [isinstance(t, Roomy) and axis in t.counts for t in tensors]
+    if not any(grown):
+        call.keep()
+        return
+    head, *rest = tensors
+    made = call.only_result()
+    if grown != [True] + [False] * len(rest) or any(len(plain(t).sizes) != rank for t in rest):
+        raise Fixed("joins sizes that grow")
+    whole, place = head.operand, head.counts[axis]
+    if whole.dtype == made.dtype and whole.base == made.base and whole.strides == made.strides and whole.offset == 0:
+        made = replace(made, value=whole.value)
+    else:
+        call.copy(whole, made)
+    for tensor in map(plain, rest):
+        made = call.write(made, tensor, axis, place)
+        place += tensor.sizes[axis]
+    call.stands_for(made)
+
+
+def _attention(call: Call) -> None:
+    """Scores of keys that do not count are hidden by a bias; a causal mask hides them too."""
+    grows = {name: call.grows(name) for name in ("query", "key", "value", "attn_bias")}
+    length, width = len(call.tensor("query").sizes) - 2, len(call.tensor("key").sizes) - 2
+    if call.get("dropout_p") != 0.0 or grows["query"] - {length} or grows["key"] - {width} or grows["value"] - {width}:
+        raise Fixed("attention whose heads grow, or with dropout")
+    if call.get("is_causal") and grows["query"] != grows["key"]:
+        raise Fixed("a causal mask between sizes that differ")
+    if grows["key"] and not call.get("is_causal"):
+        call.put("attn_bias", _hide_keys(call, call.get("key").counts[width]))
+    elif grows["attn_bias"] - {len(call.tensor("query").sizes) - 2}:
+        raise Fixed("a bias that grows alone")
+    call.hide("key", 0.0)
+    call.hide("value", 0.0)
+    call.keep()
+
+
+def _hide_keys(call: Call, count: int) -> Operand:
+    """The bias with -inf for what does not count of the keys."""
+    query, bias = call.tensor("query"), call.get("attn_bias")
+    if bias is None:
+        sizes = (1,) * (len(query.sizes) - 1) + (call.room,)
+        bias = Operand(None, sizes, (0,) * len(sizes), 0, query.dtype, Base(sizes, query.dtype))
+    elif plain(bias).sizes[-1] != call.room or not plain(bias).dtype.is_floating_point:
+        raise Fixed("a bias for all keys together")
+    hidden: Operand = plain(call.first(bias, count, len(plain(bias).sizes) - 1, -math.inf))
+    strides = tuple(0 if n == 1 else stride for n, stride in zip(hidden.sizes, hidden.strides, strict=True))
+    return replace(hidden, sizes=(*query.sizes[:-1], call.room), strides=strides)
+
+
+_KEPT = (
+    "copy", "fill.Scalar", "fill.Tensor", "zero", "where.self", "masked_fill.Scalar", "masked_fill.Tensor",
+    "masked_fill_.Scalar", "masked_fill_.Tensor", "tril", "triu", "stack", "_stack", "cumsum", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "isnan", "isinf", "div.Tensor_mode", "div.Scalar_mode",
+    "pow.Tensor_Scalar", FIRST,
+)  # fmt: skip
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_KEPT, Call.keep),
+    **dict.fromkeys(("sum", "sum.dim_IntList"), _reduces(0)),
+    **dict.fromkeys(("amax", "max", "argmax"), _reduces(-math.inf)),
+    **dict.fromkeys(("amin", "min", "argmin"), _reduces(math.inf)),
+    **dict.fromkeys(("mean", "mean.dim"), _reduces()),
+    **dict.fromkeys(("_softmax", "_log_softmax"), _softmax),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
+    **dict.fromkeys(("mm", "bmm"), _multiply("self", "mat2")),
+    "linear": _linear,
+    "embedding": _embedding,
+    "index_select": _gather,
+    "arange.start_out": _arange,
+    "cat": _cat,
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+}
