@@ -49,7 +49,7 @@ class Roomy(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """An int argument that has grown as the sizes have."""
+    """An int argument that changes."""
 
     value: int
 
@@ -114,14 +114,14 @@ class Call:
         """Replaces what does not count of an argument, along these dimensions or all that grow, by `fill`."""
         for dim in sorted(self.grows(name) if dims is None else self.grows(name) & dims):
             given = self.get(name)
-            self.put(name, self.first(given, given.counts[dim], dim, fill))
+            self.put(name, self.apply(FIRST, given, given.counts[dim], dim, fill))
 
-    def first(self, given: Operand | Roomy, count: int, dim: int, fill: float) -> Roomy:
-        """A new tensor: the first `count` of the given one along `dim`, then `fill`."""
+    def apply(self, name: str, given: Operand | Roomy, count: int, *rest: Any) -> Roomy:
+        """What an op makes of a tensor and a count of its elements that count: one of the same sizes and dtype."""
         operand = plain(given)
         sizes, dtype = operand.sizes, operand.dtype
         made = Result(self._grower.new_value(), sizes, row_major(sizes), dtype, Base(sizes, dtype))
-        self.emit(Op(FIRST, (operand, self._grower.count(count), dim, fill), (made,), (), self.op.line))
+        self.emit(Op(name, (operand, self._grower.count(count), *rest), (made,), (), self.op.line))
         counts = given.counts if isinstance(given, Roomy) else {}
         return Roomy(Operand(made.value, sizes, made.strides, 0, dtype, made.base), counts)
 
@@ -172,7 +172,7 @@ def plain(argument: Any) -> Any:
         case Roomy():
             return argument.operand
         case Changed():
-            raise Fixed("a number that grows")
+            raise Fixed("a number that changes")
         case tuple() | list():
             return tuple(map(plain, argument))
         case _:
@@ -232,9 +232,9 @@ class _Grower:
             return tuple(map(self.argument, now, then))
         if type(now) is type(then) and now == then:
             return now
-        if type(now) is int and type(then) is int and now - then == self._step:
+        if type(now) is int and type(then) is int:
             return Changed(now)
-        raise Fixed("an argument that changes")
+        raise Fixed(f"{now} was {then}")
 
     def number(self, value: int) -> Lifted:
         """A run-time int of its own: that it equals another one this time means nothing."""

@@ -78,6 +78,11 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "range in the middle": lambda x: torch.arange(len(x), len(x) + 3, device=x.device).float().exp(),
     "embedding": lambda x: F.embedding((x * 0).long() + 1, WEIGHT.to(x.device)),
     "index_select": lambda x: WEIGHT.to(x.device).index_select(0, (x[:, 0] * 0).long() + 2),
+    "indexed": lambda x: WEIGHT.to(x.device)[(x[:, 0] * 0).long() - 1],
+    "indexed from the end": lambda x: x[torch.tensor([0, -1, 2], device=x.device)],
+    "indexed all over": lambda x: x[torch.arange(len(x), device=x.device) - 1, torch.tensor([1], device=x.device)],
+    "what stays in what grows": lambda x: torch.isin(x[-1], WEIGHT.to(x.device)),
+    "compared with the length": lambda x: (x * 2).sum(1) == len(x),
     "expanded": lambda x: x[:, :1].expand(-1, 4) + x,
     "sorted": lambda x: x.sort(0).values,
     "flipped": lambda x: x.flip(0),
@@ -195,6 +200,16 @@ def test_a_value_that_failed_fails_what_grows_from_it() -> None:
         else:
             assert made.shape == (n, 3)
             made.cpu()
+
+
+def test_an_index_that_is_too_large_for_what_counts_is_refused() -> None:
+    for n in range(3, 9):
+        x, place = torch.ones(n, 4, device="tpu"), torch.tensor([n - 1 if n < 8 else n], device="tpu")
+        if n == 8:
+            with pytest.raises(IndexError, match="index is out of bounds for dimension 0"):
+                x[place].cpu()
+        else:
+            x[place].cpu()
 
 
 def test_rooms_are_few_and_not_much_longer_than_what_counts() -> None:

@@ -6,38 +6,58 @@ An op without a rule keeps its region from being given room.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from torchtpu.ops import shape
+from torchtpu.ops import index, shape
 from torchtpu.ops.registry import LOWERINGS, Lowering
 from torchtpu.runtime import _C
+from torchtpu.runtime.calls import schema_of
 from torchtpu.runtime.growth import FIRST, Call, Changed, Fixed, Roomy, Rule, plain
 from torchtpu.runtime.region import Base, Operand
+
+_PLACES = "torchtpu::places"  # (self, count, dim): indices of a dimension of which `count` elements count, from 0 on
 
 _libraries: list[Any] = []  # an op lives as long as its library
 
 
 def install() -> None:
-    """Makes the op that hides what does not count known to PyTorch and to the recorder. Called once."""
+    """Makes the ops that look at how much counts known to PyTorch and to the recorder. Called once."""
     kind: Any = torch.library.Library
     library = kind("torchtpu", "FRAGMENT")
     _libraries.append(library)
-    library.define(FIRST.partition("::")[2] + "(Tensor self, int count, int dim, float fill) -> Tensor")
-    LOWERINGS[FIRST] = Lowering(FIRST, shape.first, structural={"fill": None}, ints=("count",))
-    _C.register_op(LOWERINGS[FIRST].row())
+    for name, schema, lower in (
+        (FIRST, "(Tensor self, int count, int dim, float fill) -> Tensor", shape.first),
+        (_PLACES, "(Tensor self, int count, int dim) -> Tensor", index.places),
+    ):
+        library.define(name.partition("::")[2] + schema)
+        LOWERINGS[name] = Lowering(name, lower, structural={"fill": None}, ints=("count",))
+        _C.register_op(LOWERINGS[name].row())
 
 
 def rule_of(name: str) -> Rule | None:
     """The rule of an op with a lowering of its own; None where it has none."""
     entry = LOWERINGS.get(name)
-    return _RULES.get(name) or (Call.keep if entry is not None and entry.elementwise else None)
+    if entry is None or name in _RULES or not entry.elementwise:
+        return _RULES.get(name)
+    return functools.partial(_elementwise, entry.structural)
 
 
 # ---- rules
+
+
+def _elementwise(structural: Collection[str], call: Call) -> None:
+    """Numbers that change are given at run time; those of `structural` arguments change what the op means."""
+    for argument in schema_of(call.op.name).arguments:
+        given, name = call.get(argument.name), argument.name
+        if isinstance(given, Changed) and str(argument.type) == "number" and name not in structural:
+            call.put(name, call.number(given.value))
+    call.keep()
 
 
 def _rows(*fixed: str) -> Rule:
@@ -118,6 +138,22 @@ def _gather(call: Call) -> None:
     call.keep()
 
 
+def _index(call: Call) -> None:
+    """Indices of a dimension that grows are counted from the end of what counts."""
+    given, places = call.get("self"), list(call.get("indices"))
+    for dim, place in enumerate(places):
+        if place is None:
+            continue
+        if plain(place).dtype in (torch.bool, torch.uint8):
+            raise Fixed("a mask")
+        for d, count in place.counts.items() if isinstance(place, Roomy) else ():
+            places[dim] = call.apply(FIRST, places[dim], count, d, 0)
+        if isinstance(given, Roomy) and dim in given.counts:
+            places[dim] = call.apply(_PLACES, places[dim], given.counts[dim], dim)
+    call.put("indices", tuple(places))
+    call.keep()
+
+
 def _arange(call: Call) -> None:
     """What comes after the numbers that count goes on with them; where the range only moves, so does its start."""
     start, end, step = (call.get(name) for name in ("start", "end", "step"))
@@ -178,7 +214,7 @@ def _hide_keys(call: Call, count: int) -> Operand:
         bias = Operand(None, sizes, (0,) * len(sizes), 0, query.dtype, Base(sizes, query.dtype))
     elif plain(bias).sizes[-1] != call.room or not plain(bias).dtype.is_floating_point:
         raise Fixed("a bias for all keys together")
-    hidden: Operand = plain(call.first(bias, count, len(plain(bias).sizes) - 1, -math.inf))
+    hidden: Operand = plain(call.apply(FIRST, bias, count, len(plain(bias).sizes) - 1, -math.inf))
     strides = tuple(0 if n == 1 else stride for n, stride in zip(hidden.sizes, hidden.strides, strict=True))
     return replace(hidden, sizes=(*query.sizes[:-1], call.room), strides=strides)
 
@@ -201,6 +237,7 @@ _RULES: dict[str, Rule] = {
     "linear": _linear,
     "embedding": _embedding,
     "index_select": _gather,
+    "index.Tensor": _index,
     "arange.start_out": _arange,
     "cat": _cat,
     "_scaled_dot_product_fused_attention_overrideable": _attention,

@@ -202,7 +202,11 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
     r.boundary = nullptr;
     return nullptr;
   }
-  if (!kept) split_by_shape(r, line);
+  if (kept) {
+    note_sizes(r);
+  } else {
+    split_by_shape(r, line);
+  }
   if (!kept && policy.is_frozen) split_by_known(r, line);
   auto kept_at = [&](int32_t value) -> KeptValue* {
     if (!kept) return nullptr;

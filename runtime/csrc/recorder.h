@@ -79,6 +79,8 @@ void cut_at_cap(Recorder& r, const char* reason);
 // Where a long op stream comes again with other shapes, and again: ends regions around the ops that stay the same,
 // whose programs then serve every shape.  Under state_lock.
 void split_by_shape(Recorder& r, const std::string& line);
+// Notes that the pending region's ops come in these sizes; where they came in others last, if that goes on changing.
+const Node* note_sizes(Recorder& r);
 // A plan of the pending region's ops in other sizes, where these keep changing and could be given room.
 std::shared_ptr<Plan> find_smaller(const Recorder& r);
 // Where the region has no program and none may be made: ends regions where earlier ones ended, as far as their programs

@@ -289,6 +289,29 @@ bool has_grown(const BaseRef& now, const BaseRef& then, int64_t& step) {
   return now->shape.size() == then->shape.size() && has_grown(now->shape, then->shape, now->shape.size(), step);
 }
 
+bool has_other_sizes(const c10::SmallVectorImpl<int64_t>& a, const c10::SmallVectorImpl<int64_t>& b, size_t dims) {
+  return !std::equal(a.begin(), a.begin() + dims, b.begin());
+}
+
+// Whether an op's arguments and results keep their sizes, whatever arrays these are parts of.
+bool keeps_sizes(const Node& a, const Node& b) {
+  for (size_t i = 0; i < a.args.size(); i++) {
+    if (a.args[i].ints != b.args[i].ints) return false;
+    for (size_t e = 0; e < a.args[i].tensors.size(); e++) {
+      const TensorKey &x = a.args[i].tensors[e], &y = b.args[i].tensors[e];
+      if (has_other_sizes(x.geometry, y.geometry, x.geometry.size() / 2)) return false;
+    }
+  }
+  for (size_t i = 0; i < a.returns.size(); i++) {
+    if (a.returns[i].tensors.size() != b.returns[i].tensors.size()) return false;
+    for (size_t e = 0; e < a.returns[i].tensors.size(); e++) {
+      const TensorMeta &x = a.returns[i].tensors[e], &y = b.returns[i].tensors[e];
+      if (x.sizes.size() != y.sizes.size() || has_other_sizes(x.sizes, y.sizes, x.sizes.size())) return false;
+    }
+  }
+  return true;
+}
+
 // Whether all that differs between two streams of the same ops is one size, and ops that see it may be given room.
 bool may_grow(const Node& now, const Node& then) {
   int64_t step = 0;
@@ -297,7 +320,7 @@ bool may_grow(const Node& now, const Node& then) {
   for (const Node* a = &now; a->info; a = a->parent, b = b->parent) {
     if (a->info->runs_once) return false;
     if (is_same_call(*a, *b)) continue;
-    if (a->info != b->info || a->precision != b->precision || !a->info->grows) return false;
+    if (a->info != b->info || a->precision != b->precision) return false;
     for (size_t i = 0; i < a->args.size(); i++) {
       const ArgKey &x = a->args[i], &y = b->args[i];
       if (x.tensors.size() != y.tensors.size() || x.ints.size() != y.ints.size()) return false;
@@ -308,6 +331,7 @@ bool may_grow(const Node& now, const Node& then) {
         if (!has_grown(p.geometry, q.geometry, p.geometry.size() / 2, step)) return false;
       }
     }
+    if (!a->info->grows && !keeps_sizes(*a, *b)) return false;
   }
   return true;
 }
@@ -340,15 +364,22 @@ std::vector<Node*> ends_of_runs(Node* now, const Node* before) {
 
 }  // namespace
 
-void split_by_shape(Recorder& r, const std::string& line) {
-  if (!r.at->plans.empty()) return;
+const Node* note_sizes(Recorder& r) {
+  if (!r.at->plans.empty()) return nullptr;
   Trie::Stream& stream = r.trie->streams[r.at->skeleton];
-  if (stream.last == r.at) return;
+  if (stream.last == r.at) return nullptr;
   const Node* before = stream.previous = std::exchange(stream.last, r.at);
-  if (before == nullptr || before->depth != r.at->depth || ++stream.changes < kStreamsBeforeSplit) return;
-  if (r.at->depth < kFewestOpsToSplit || find_smaller(r)) return;
+  if (before == nullptr || before->depth != r.at->depth) return nullptr;
+  return ++stream.changes < kStreamsBeforeSplit ? nullptr : before;
+}
+
+void split_by_shape(Recorder& r, const std::string& line) {
+  const Node* before = note_sizes(r);
+  if (!before || r.at->depth < kFewestOpsToSplit || find_smaller(r)) return;
   std::vector<Node*> ends = ends_of_runs(r.at, before);
-  if (!ends.empty()) cut_after(r, ends, "shape", line);
+  if (ends.empty()) return;
+  cut_after(r, ends, "shape", line);
+  note_sizes(r);
 }
 
 std::shared_ptr<Plan> find_smaller(const Recorder& r) {
