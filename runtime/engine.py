@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -129,6 +129,7 @@ class Engine:
 
     def plan(self, plan: Any) -> None:
         """Lowers the plan's program here and compiles it in a worker, which then tells the plan."""
+        program = None
         try:
             program, device = plan.program, plan.device
             if "cluster" in self._knob("log"):
@@ -136,27 +137,27 @@ class Engine:
             joint = self._joints.executable(program, device) if self._joints else None
             if joint is not None:
                 plan.ready(joint)
-                return
-            grown = self._grown(program, plan.before)
-            if grown is not None:
-                program = grown.program
-                known = self._rooms.get((program, device))
-                if known is not None:
-                    plan.ready(Padded(self.client, self.counters, grown, known))
-                    return
-            clusters = self.plans.clusters(program) if self._knob("clusters") else None
-            if clusters and self._journal is not None:
-                self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
-            programs = [part.program for part in clusters.parts] if clusters else [program]
-            builds = {
-                number: self._submit(p, device, is_flat=False) for number, p in {id(p): p for p in programs}.items()
-            }
+            else:
+                self._make(plan, program, self._forms(program, plan.before, device))
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
-            if self._journal is not None:
+            if self._journal is not None and program is not None:
                 identity = self._journal.program(program)
                 self._journal.outcome(Outcome(identity, "failed", error=f"{type(error).__name__}: {error}"))
             plan.failed(_unlowered(error, plan.line, plan.run))
+
+    def _make(self, plan: Any, recorded: Program, forms: Iterator[Grown | None]) -> None:
+        """Makes the first form that may be compiled."""
+        device, grown = plan.device, next(forms)
+        program = recorded if grown is None else grown.program
+        known = None if grown is None else self._rooms.get((program, device))
+        if grown is not None and known is not None:
+            plan.ready(Padded(self.client, self.counters, grown, known))
             return
+        clusters = self.plans.clusters(program) if self._knob("clusters") else None
+        if clusters and self._journal is not None:
+            self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
+        programs = [part.program for part in clusters.parts] if clusters else [program]
+        builds = {number: self._submit(p, device, is_flat=False) for number, p in {id(p): p for p in programs}.items()}
         self.counters.regions_planned += 1
         self.counters.regions_clustered += bool(clusters)
         self._planned(program)
@@ -169,27 +170,56 @@ class Engine:
                 try:
                     made[number] = self._executable(build, device)
                 except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
-                    plan.failed(_explained(error, build.about, plan))
+                    self._made_not(plan, recorded, forms, error, build.about)
                     return
             form: Any = made.get(id(program))
             if clusters:
                 executables = [made[id(p)] for p in programs]
                 parts = Parts(program, clusters.parts, executables.__getitem__)
                 form = self._ladder(parts, program, device, clusters.hot)
-            if grown is None:
-                plan.ready(form)
-            else:
+            if grown is not None:
                 self._rooms[program, device] = form
-                plan.ready(Padded(self.client, self.counters, grown, form))
+                form = Padded(self.client, self.counters, grown, form)
+            plan.ready(form)
 
         _when_all([build.flight for build in builds.values()], tell)
 
-    def _grown(self, program: Program, before: Any) -> Grown | None:
-        """The program with room for what has grown since a plan `before` it; None where it is better left as it is."""
-        if before is None:
-            return None
+    def _made_not(
+        self, plan: Any, program: Program, forms: Iterator[Grown | None], error: BaseException, about: About
+    ) -> None:
+        """Goes on to the next form where one is not compiled and must not be."""
+        failure = _explained(error, about, plan)
+        if isinstance(error, NotCompiledError):
+            try:
+                self._make(plan, program, forms)
+            except StopIteration:
+                plan.failed(failure)
+            except Exception as other:  # noqa: BLE001 -- whoever reads the region's values raises it
+                plan.failed(_unlowered(other, plan.line, plan.run))
+        else:
+            plan.failed(failure)
+
+    def _forms(self, program: Program, before: Any, device: int) -> Iterator[Grown | None]:
+        """What may run a program, best first: with room (see `growth`), or as it is (None). Where nothing may be
+        compiled, what another process gave room to, or did not, serves too."""
+        grown = None
+        if before is not None:
+            grown = self._grow(program, before.program)
+            if grown is not None and (grown.program, device) not in self._rooms:
+                self.plans.note_outgrown(before.program)
+        yield grown
+        if self._knob("policy") == "frozen":
+            if grown is not None:
+                yield None
+            for earlier in self.plans.outgrown(program):
+                other = self._grow(program, earlier)
+                if other is not None:
+                    yield other
+
+    def _grow(self, program: Program, before: Program) -> Grown | None:
+        """The program with room for what has grown since another one; None where it is better left as it is."""
         try:
-            grown = grow(program, before.program, self._rule_of)
+            grown = grow(program, before, self._rule_of)
         except Fixed as error:
             if "cluster" in self._knob("log"):
                 log.write(f"tpu: the region at {program.line} gets no room: {error}")

@@ -8,6 +8,7 @@ where an op has none, or where two sizes change, the program is left as it is.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,12 @@ class Changed(NamedTuple):
 def grow(program: Program, before: Program, rule_of: RuleOf) -> Grown:
     """The program with room where it differs from `before`, which has the same ops; raises `Fixed`."""
     return _Grower(program, before, rule_of).grown()
+
+
+def skeleton(program: Program) -> str:
+    """What programs have in common that differ in sizes alone."""
+    ops = [(op.name, [o.value for o in operands(op)], [made.value for made in results_of(op)]) for op in program.ops]
+    return hashlib.sha256(repr(ops).encode()).hexdigest()
 
 
 def room_for(size: int) -> int:

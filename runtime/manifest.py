@@ -42,7 +42,7 @@ class Recorded(NamedTuple):
     @property
     def identity(self) -> str:
         """Names what is compiled; equal programs recorded on other lines have the same."""
-        return hashlib.sha256(_json(_without_lines(_encode(self.program)), self.is_flat)).hexdigest()
+        return hashlib.sha256(_json(_without_lines(encode(self.program)), self.is_flat)).hexdigest()
 
 
 class Outcome(NamedTuple):
@@ -130,26 +130,27 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def decode_recorded(fields: Mapping[str, Any]) -> Recorded:
     """The program that a line holds under "program"."""
-    return Recorded(_decode(fields["program"]), fields["is_flat"], fields["guessed_since"])
+    return Recorded(decode(fields["program"]), fields["is_flat"], fields["guessed_since"])
 
 
 def _encode_recorded(recorded: Recorded) -> dict[str, Any]:
-    return {**recorded._asdict(), "program": _encode(recorded.program)}
+    return {**recorded._asdict(), "program": encode(recorded.program)}
 
 
 def _json(*values: Any) -> bytes:
     return json.dumps(values if len(values) > 1 else values[0], separators=(",", ":")).encode("ascii")
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """A program, or a part of one, as JSON has it."""
     kind = type(value)
     if kind.__name__ in _CLASSES and _CLASSES[kind.__name__] is kind:
         fields = value if kind is Base else [getattr(value, field.name) for field in dataclasses.fields(value)]
-        return {kind.__name__: [_encode(item) for item in fields]}
+        return {kind.__name__: [encode(item) for item in fields]}
     if value is None or kind in (bool, int, float, str):
         return value
     if kind in (tuple, list):
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     if kind in _NAMED:
         return {_NAMED[kind]: str(value).removeprefix("torch.")}
     if kind is torch.device:
@@ -159,14 +160,15 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a recorded program holds a {kind.__name__}: {value!r}")
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
     if isinstance(value, list):
-        return tuple(map(_decode, value))
+        return tuple(map(decode, value))
     if not isinstance(value, dict):
         return value
     ((name, content),) = value.items()
     if name in _CLASSES:
-        return _CLASSES[name](*map(_decode, content))
+        return _CLASSES[name](*map(decode, content))
     if name == "device":
         return torch.device(content)
     if name == "complex":

@@ -24,8 +24,10 @@ from .clusters import Clusters, Places, cut_out, may_have_clusters, search
 from .counters import Counters
 from .fleet import Homes
 from .fragments import Fragments
+from .growth import skeleton
 from .lists import take_apart
 from .lower import Aval, Check, Module, lower
+from .manifest import FORMAT, decode, encode
 from .pjrt import calls_lapack, key_of
 from .region import Base, Lifted, Program
 from .views import Digit
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _EMISSION = (lower.__module__, key_of.__module__)
 _SEARCH = (search.__module__,)
+_MOST_OUTGROWN = 16  # of one skeleton
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,24 @@ class Plans:
         else:
             places = _decode_places(stored)
         return cut_out(program, ops, places) if places else None
+
+    def note_outgrown(self, before: Program) -> None:
+        """Keeps a program whose sizes grew."""
+        key, known = self._key_of_skeleton(before), self.outgrown(before)
+        if key is not None and before not in known and len(known) < _MOST_OUTGROWN:
+            data = json.dumps([encode(p) for p in (*known, before)], separators=(",", ":"))
+            self._store.put(key, data.encode("ascii"), {"line": before.line, "ops": len(before.ops)})
+
+    def outgrown(self, program: Program) -> list[Program]:
+        """Programs of the same ops whose sizes have grown, in this process or another."""
+        key = self._key_of_skeleton(program)
+        stored = None if key is None else self._store.get(key)
+        return [] if stored is None else [decode(fields) for fields in json.loads(stored)]
+
+    def _key_of_skeleton(self, program: Program) -> Key | None:
+        if not self._store.keeps:
+            return None
+        return Key.of("growth", {"skeleton": skeleton(program), "format": FORMAT})
 
     def _is_usual(self) -> bool:
         """Whether programs check no more than their ops do: what is only to find a NaN is not kept."""
