@@ -69,7 +69,7 @@ class GPT(nn.Module):
     def decode(self, token: Tensor, position: Tensor, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The scores of what follows one token of each sequence."""
         x = self.token_embedding(token) + self.position_embedding(position)
-        mask = torch.arange(self.position_embedding.num_embeddings, device=token.device) <= position
+        mask = (torch.arange(self.position_embedding.num_embeddings, device=token.device) <= position)[None]
         for block, (keys, values) in zip(self.blocks, caches, strict=True):
             x = block.decode(x, keys, values, position, mask)
         return self.head(self.lnf(x))

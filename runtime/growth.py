@@ -1,7 +1,7 @@
 """Sizes that grow: in comes a program that differs in one size from an earlier one, out goes one with room for more.
 
 A dimension that keeps changing, such as the length of a cache, gets *room*: it is as long as the next power of two, its
-elements come first, and what comes after them may be anything. Programs of all lengths with the same room have the same
+elements come first, and what comes after them is some number. Programs of all lengths with the same room have the same
 text, and are given the lengths at run time. What an op makes of such arrays is the business of its rule (see `Call`);
 where an op has none, or where two sizes change, the program is left as it is.
 """
@@ -123,6 +123,12 @@ class Call:
             given = self.get(name)
             self.put(name, self.apply(FIRST, given, given.counts[dim], dim, fill))
 
+    def settle(self, name: str) -> None:
+        """Sees to it that what does not count of an argument is finite, so that nothing comes of it times zero."""
+        given = self.get(name)
+        if isinstance(given, Roomy) and not self._grower.is_finite(given.operand):
+            self.hide(name, 0)
+
     def apply(self, name: str, given: Operand | Roomy, count: int, *rest: Any) -> Roomy:
         """What an op makes of a tensor and a count of its elements that count: one of the same sizes and dtype."""
         operand = plain(given)
@@ -153,17 +159,22 @@ class Call:
 
     def copy(self, source: Operand, into: Result) -> None:
         """Adds a copy of a tensor, which is the result from now on."""
+        if self._grower.is_finite(source):
+            self._grower.finite.add(into.value)
         empty = Operand(None, into.sizes, into.strides, 0, into.dtype, into.base)
         target = Write(0, None, into.value, into.sizes, into.strides, 0, into.dtype, into.base, replaces=True)
         self.emit(Op("copy_", (empty, source, False), (None,), (target,), self.op.line))
 
-    def write(self, result: Result, new: Operand, dim: int, start: int) -> Result:
-        """Adds a copy of `new` into the result, from `start` on along `dim`; the result with it."""
+    def write(self, result: Result, given: Operand | Roomy, dim: int, start: int) -> Result:
+        """Adds a copy of a tensor into the result, from `start` on along `dim`; the result with it."""
+        new: Operand = plain(given)
         offset = self._grower.number(start * result.strides[dim])
         view = Operand(result.value, new.sizes, result.strides, offset, result.dtype, result.base)
         value = self._grower.new_value()
         target = Write(0, None, value, view.sizes, view.strides, offset, view.dtype, view.base, replaces=False)
         self.emit(Op("copy_", (view, new, False), (None,), (target,), self.op.line))
+        if self._grower.is_finite(view) and (isinstance(given, Operand) or self._grower.is_finite(new)):
+            self._grower.finite.add(value)
         return replace(result, value=value)
 
     def stands_for(self, result: Result) -> None:
@@ -197,7 +208,8 @@ class _Segment(NamedTuple):
 
 
 class _Grower:
-    """`values` has the new number of each value of the program, `ops` the new ops."""
+    """`values` has the new number of each value of the program, `ops` the new ops; of `finite` values what does not
+    count is so."""
 
     def __init__(self, program: Program, before: Program, rule_of: RuleOf) -> None:
         self._program, self._before = program, before
@@ -209,6 +221,7 @@ class _Grower:
         self._axes = {v: self._changed(base.shape, earlier[v].shape) for v, base in self._bases.items()}
         self.room = self._find_room()
         self.values = {~i: ~i for i in range(len(program.inputs))}
+        self.finite = set(self.values)
         self.ops: list[Op] = []
         self._made = 0
         self._numbers: list[int] = []
@@ -218,10 +231,11 @@ class _Grower:
         program = self._program
         for op, before in zip(program.ops, self._before.ops, strict=True):
             self._add(op, before)
+        outputs = [self._settled(v) for v in program.outputs]
         made = Program(
             ops=tuple(self.ops),
             inputs=tuple(self._with_room(base, self._axes[~i]) for i, base in enumerate(program.inputs)),
-            outputs=tuple(self.values[v] for v in program.outputs),
+            outputs=tuple(outputs),
             donated=program.donated,
             floats=program.floats,
             ints=program.ints + len(self._numbers),
@@ -230,6 +244,26 @@ class _Grower:
         inputs = {i: base.shape for i, base in enumerate(program.inputs) if self._axes[~i]}
         outputs = {k: self._bases[v].shape for k, v in enumerate(program.outputs) if self._axes[v]}
         return Grown(made, tuple(self._numbers), inputs, outputs)
+
+    def is_finite(self, tensor: Operand) -> bool:
+        """Whether what does not count of a tensor is a finite number for sure."""
+        dtype = tensor.dtype
+        return tensor.value in self.finite or not (dtype.is_floating_point or dtype.is_complex)
+
+    def _settled(self, old: int) -> int:
+        """The new number of an output, or of a copy in which what does not count is finite."""
+        value, base, axes = self.values[old], self._bases[old], self._axes[old]
+        whole = self._with_room(base, axes)
+        tensor = Operand(value, whole.shape, row_major(whole.shape), 0, whole.dtype, whole)
+        if not axes or self.is_finite(tensor):
+            return value
+        line = next(op.line for op in self._program.ops if any(made.value == old for made in results_of(op)))
+        for axis in axes:
+            count = self.count(base.shape[axis])
+            made = Result(self.new_value(), tensor.sizes, tensor.strides, whole.dtype, whole)
+            self.ops.append(Op(FIRST, (tensor, count, axis, 0), (made,), (), line))
+            tensor = replace(tensor, value=made.value)
+        return made.value
 
     def argument(self, now: Any, then: Any) -> Any:
         """An argument with room; an int that has grown is marked."""

@@ -110,8 +110,9 @@ def _multiply(left: str, right: str) -> Rule:
 
     def rule(call: Call) -> None:
         inner = len(call.tensor(left).sizes) - 1, max(0, len(call.tensor(right).sizes) - 2)
-        for name, dim in zip((left, right), inner, strict=True):
-            call.hide(name, 0.0, {dim})
+        if inner[0] in call.grows(left):
+            call.hide(left, 0, {inner[0]})
+            call.settle(right)
         call.keep()
 
     return rule
@@ -183,9 +184,9 @@ def _cat(call: Call) -> None:
         made = replace(made, value=whole.value)
     else:
         call.copy(whole, made)
-    for tensor in map(plain, rest):
+    for tensor in rest:
         made = call.write(made, tensor, axis, place)
-        place += tensor.sizes[axis]
+        place += plain(tensor).sizes[axis]
     call.stands_for(made)
 
 
@@ -201,8 +202,8 @@ def _attention(call: Call) -> None:
         call.put("attn_bias", _hide_keys(call, call.get("key").counts[width]))
     elif grows["attn_bias"] - {len(call.tensor("query").sizes) - 2}:
         raise Fixed("a bias that grows alone")
-    call.hide("key", 0.0)
-    call.hide("value", 0.0)
+    call.settle("key")
+    call.settle("value")
     call.keep()
 
 
