@@ -111,7 +111,6 @@ class Engine:
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._executables)
         self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
-        self.history = self._executor.history
         self.launch = self._executor.launch
 
     def close(self) -> None:
