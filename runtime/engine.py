@@ -119,7 +119,6 @@ class Engine:
         self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
         # What runs a program with room, while some length of it is known.
         self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
-        self.history = self._executor.history
         self.launch = self._executor.launch
 
     def close(self) -> None:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .pjrt import Client
     from .plans import Plan
 
-_HISTORY = 4096
-
 
 class About(NamedTuple):
     """What is said of a program: its key, its line, all lines of its ops, its size, and its largest result."""
@@ -50,8 +48,8 @@ class Executable:
     """What a plan is given: a loaded program with all that a launch needs of it."""
 
     __slots__ = (
-        "__weakref__", "_flat", "_make_flat", "about", "checks", "common", "fitted", "handlers", "has_one_own",
-        "inputs", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
+        "__weakref__", "_flat", "_make_flat", "about", "checks", "common", "fitted", "floats", "handlers",
+        "has_one_own", "inputs", "ints", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +75,7 @@ class Executable:
         numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
         self.kind_of = [numbers[sources] for sources in plan.sources]
         self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
+        self.floats, self.ints = _Numbers(), _Numbers()
         self.fitted: dict[int, Parts] = {}  # what is launched instead, by memory limit
         self._make_flat = make_flat
         self._flat: Executable | None = None
@@ -104,19 +103,24 @@ class Executable:
         return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
 
 
-class Launch(NamedTuple):
-    """One line of the history."""
+class _Numbers:
+    """A program's run-time numbers on its device: uploaded where they are not those of its last launch."""
 
-    about: About
-    device: int
-    inputs: int
-    outputs: int
-    reason: str
-    line: str
+    __slots__ = ("_array", "_data")
+
+    def __init__(self) -> None:
+        self._data: bytes | None = None
+        self._array: Any = None
+
+    def array(self, client: Client, numbers: torch.Tensor, device: int) -> Any:
+        data = numbers.numpy().tobytes()
+        if data != self._data:
+            self._data, self._array = data, client.upload(numbers, device)
+        return self._array
 
 
 class Executor:
-    """Launches; `history` holds the last launches. What does not fit in `memory` runs in the parts of `fitting`."""
+    """Launches. What does not fit in `memory` runs in the parts of `fitting`."""
 
     def __init__(
         self,
@@ -133,7 +137,6 @@ class Executor:
         self._knob = knob
         self._memory = memory
         self._fitting = fitting
-        self.history: deque[Launch] = deque(maxlen=_HISTORY)
         self._outcomes: list[deque[Outcome]] = [deque() for _ in client.devices]  # not known when last looked at
         self._failed: list[list[Outcome]] = [[] for _ in client.devices]  # not raised when last looked at
 
@@ -237,9 +240,9 @@ class Executor:
         for i, (shape, dtype) in enumerate(executable.inputs if spoiled else ()):
             if spoiled >> i & 1:  # nothing that is left to compute depends on it
                 arguments[i] = client.upload(torch.zeros(shape, dtype=dtype), device)
-        for numbers in (work.floats, work.ints):
+        for known, numbers in ((executable.floats, work.floats), (executable.ints, work.ints)):
             if numbers is not None:
-                arguments.append(client.upload(numbers, device))
+                arguments.append(known.array(client, numbers, device))
         if executable.is_fresh:
             _check_arguments(client, executable, arguments)
         doubts = unsettled(work.guards())
@@ -249,11 +252,8 @@ class Executor:
         else:
             execute = functools.partial(client.execute_together, executable.run, arguments, executable.handlers)
             outputs, token = together(execute)
-        if self._memory.limit(device):
-            output = weakref.ref(outputs[0]) if outputs else lambda: None
-            self._memory.track(device, Flight(token, executable.hidden_bytes(arguments), arguments, output))
-        else:
-            self._memory.track(device, Flight(token, 0, (), lambda: None))
+        if not client.runs_at_once:
+            self._track(device, executable, token, arguments, outputs)
         self._counters.launches += 1
         outcome = None
         if executable.checks:
@@ -262,20 +262,24 @@ class Executor:
             if not work.is_slice:  # its checks are the region's too
                 self._outcomes[device].append(outcome)
         guards = _guards(executable, outcome, doubts) if outcome or doubts else []
-        region, about = work.region, executable.about
-        launch = Launch(about, device, len(arguments), len(outputs), region["reason"], region["line"])
-        self.history.append(launch)
         for observer in self._observers:
-            ended = time.perf_counter()
-            observer.launched(
-                Launched(
-                    about, device, launch.reason, launch.line, region["cut_at"], started, ended, tuple(outputs), token
-                )
-            )
+            region, ended = work.region, time.perf_counter()
+            place = (region["reason"], region["line"], region["cut_at"])
+            observer.launched(Launched(executable.about, device, *place, started, ended, tuple(outputs), token))
         if "launch" in self._knob("log"):
-            self._log(launch, executable, outputs, started)
+            self._log(work, executable, len(arguments), outputs, started)
         executable.is_fresh = False
         work.done(outputs, guards)
+
+    def _track(
+        self, device: int, executable: Executable, token: Any, arguments: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
+        """Notes a launch that may not have run, with what it holds where somebody counts that."""
+        if self._memory.limit(device):
+            output = weakref.ref(outputs[0]) if outputs else lambda: None
+            self._memory.track(device, Flight(token, executable.hidden_bytes(arguments), arguments, output))
+        else:
+            self._memory.track(device, Flight(token, 0, (), lambda: None))
 
     def _in_parts(self, work: Any, form: Executable | Parts) -> Parts | None:
         """What is launched instead of a program, or of parts, that do not fit; None where they do."""
@@ -312,20 +316,20 @@ class Executor:
             if outcome.close():
                 self._failed[device] = [o for o in (*self._failed[device], outcome) if not o.is_settled()]
 
-    def _log(self, launch: Launch, executable: Executable, outputs: list[Any], started: float) -> None:
+    def _log(self, work: Any, executable: Executable, inputs: int, outputs: list[Any], started: float) -> None:
         """Writes the launch's line, once it has run."""
         for output in outputs:
             self._client.wait(output)
         run_ms = (time.perf_counter() - started) * 1e3
-        about, loaded = launch.about, executable.loaded
+        about, loaded, region = executable.about, executable.loaded, work.region
         found = "hit (trie)"
         if executable.is_fresh:
             found = "hit (disk) load" if loaded.source == "disk" else "miss compile"
             found += f" {loaded.milliseconds:.0f} ms"
         write(
-            f"tpu:{launch.device} region {about.identity[:8]} | "
-            f"{about.ops} ops {launch.inputs} in {launch.outputs} out {about.donated} donated | "
-            f"cut: {launch.reason} ({launch.line}) | {found} | run {run_ms:.{1 if run_ms > 100 else 3}f} ms | "
+            f"tpu:{work.device} region {about.identity[:8]} | "
+            f"{about.ops} ops {inputs} in {len(outputs)} out {about.donated} donated | "
+            f"cut: {region['reason']} ({region['line']}) | {found} | run {run_ms:.{1 if run_ms > 100 else 3}f} ms | "
             f"peak {show_bytes(loaded.argument_bytes + executable.needed_bytes)}"
         )
 

@@ -44,18 +44,22 @@ class Client:
 
     With a `fleet` the others' devices are known too: programs may be compiled for several of them, by their `home`s.
     Making the client then waits for the others to make theirs.
+
+    Where it `runs_at_once`, on platform cpu, a program has run when its launch returns, without the GIL, and what it
+    raises is raised there: the hand-off to a thread of XLA's costs several times what a small program takes.
     """
 
     def __init__(
         self, platform: str, num_devices: int = 1, *, excess_precision: bool = False, fleet: Fleet | None = None
     ) -> None:
         self.platform = platform
+        self.runs_at_once = platform == "cpu"
         self._coordinator: _Coordinator | None = None
         self._connected: set[Any] = set()  # executables whose collectives have met those of the other processes
         if platform == "cpu" and fleet is not None:
             self._coordinator, self._client = _make_fleet_client(fleet)
         elif platform == "cpu":
-            self._client = xla_client.make_cpu_client(asynchronous=True, num_devices=num_devices)
+            self._client = xla_client.make_cpu_client(asynchronous=False, num_devices=num_devices)
         else:
             import jax.extend
 
@@ -170,20 +174,22 @@ class Client:
         ]
 
     def execute(self, executable: Any, arguments: list[Any], handlers: list[Any]) -> tuple[list[Any], Any]:
-        """Enqueues one launch; returns its arrays, which may still be pending, and what `wait_for_launch` waits for."""
+        """Enqueues one launch, or runs the program where the client `runs_at_once`.
+
+        Returns its arrays, which may still be pending, and what `wait_for_launch` waits for.
+        """
         results = executable.execute_sharded(arguments, with_tokens=True)
         token = results.consume_token()
         return results.consume_with_handlers(handlers), token
 
     def execute_together(self, executable: Any, arguments: list[Any], handlers: list[Any]) -> tuple[list[Any], Any]:
-        """The same for a program that other processes launch too; on platform cpu it has run then."""
+        """The same for a program that other processes launch too."""
         if self._coordinator is None:
             return self.execute(executable, arguments, handlers)
         with contextlib.nullcontext() if executable in self._connected else self._coordinator.exchanging():
-            arrays, token = self.execute(executable, arguments, handlers)
-            token.block_until_ready()
+            launched = self.execute(executable, arguments, handlers)
         self._connected.add(executable)
-        return arrays, token
+        return launched
 
     def wait_for_launch(self, token: Any) -> None:
         """Returns when a launch has run, raises what it raised."""
@@ -216,7 +222,7 @@ class Client:
 
     def wait(self, array: Any) -> None:
         """Returns when the array is ready, raises what its computation raised. Ctrl-C works in the main thread."""
-        if threading.current_thread() is threading.main_thread():
+        if not array.is_ready() and threading.current_thread() is threading.main_thread():
             pause = 1e-5
             while not array.is_ready():
                 time.sleep(pause)
@@ -344,7 +350,7 @@ def _make_fleet_client(fleet: Fleet) -> tuple[_Coordinator, Any]:
     coordinator = _Coordinator(fleet.board)
     with coordinator.exchanging():
         client = xla_client.make_cpu_client(
-            asynchronous=True,
+            asynchronous=False,
             distributed_client=coordinator.client,
             node_id=fleet.rank,
             num_nodes=fleet.size,

@@ -150,3 +150,38 @@ def test_a_read_of_what_was_never_written_waits_for_nothing() -> None:
     assert x.cpu().shape == (3,)
     assert metrics.snapshot()["regions"] <= regions + 1
     assert _C.stats()["queue"] == 0
+
+
+@pytest.mark.parametrize(("seconds", "is_here"), [(0.0, True), (0.1, False)])
+def test_a_read_launches_in_its_own_thread_what_ctrl_c_need_not_wait_for(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, is_here: bool
+) -> None:
+    client, launchers = startup.engine().client, []
+    real = client.execute
+
+    def execute(*args: Any) -> Any:
+        launchers.append(threading.get_ident())
+        time.sleep(seconds)
+        return real(*args)
+
+    monkeypatch.setattr(client, "execute", execute)
+    x = torch.ones(3, device="tpu")
+    for _ in range(8):
+        assert (x * 5).tolist() == [5.0] * 3
+    assert (threading.get_ident() in launchers[4:]) == is_here  # the first launches show how long they are
+
+
+def test_numbers_that_stay_the_same_are_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(3, device="tpu")
+    x.cpu()
+    client, uploaded = startup.engine().client, []
+    real = client.upload
+
+    def upload(tensor: torch.Tensor, device: int) -> Any:
+        uploaded.append(tensor.tolist())
+        return real(tensor, device)
+
+    monkeypatch.setattr(client, "upload", upload)
+    for factor in (1.5, 1.5, 2.5, 2.5, 1.5):
+        assert (x * factor).tolist() == [factor] * 3
+    assert uploaded == [[1.5], [2.5], [1.5]]

@@ -59,6 +59,7 @@ py::list by_input(const Work& work, Get&& get) {
     it->second[i / 8] |= static_cast<char>(1 << i % 8);
   }
   py::list pairs;
+  if (found.empty()) return pairs;
   auto from_bytes = py::handle(reinterpret_cast<PyObject*>(&PyLong_Type)).attr("from_bytes");
   for (const auto& [object, bits] : found)
     pairs.append(py::make_tuple(py::handle(object), from_bytes(py::bytes(bits), "little")));

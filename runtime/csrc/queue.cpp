@@ -48,6 +48,10 @@ std::atomic<int> num_asleep{0};
 // How long a cut region waits for company before it is launched; one that somebody waits for does not.  Each time that
 // the launcher takes the GIL costs the recording thread what some twenty ops cost.
 constexpr auto kLaunchDelay = std::chrono::milliseconds(1);
+// A launch may run the program, and Ctrl-C waits for it.  One that is no longer than waits between two looks for Ctrl-C
+// may as well be done by the reading thread.
+constexpr double kQuickSeconds = 0.05;
+constexpr auto kLookEvery = std::chrono::milliseconds(100);
 constexpr double kFirstLogSeconds = 3, kLogEverySeconds = 10;
 
 // Waits for `ready` under queue->mutex, GIL released, Ctrl-C checked; a long wait logs what `describe` says.
@@ -58,7 +62,7 @@ void wait_until(Ready&& ready, Describe&& describe) {
   for (;;) {
     auto step = [&] {
       std::unique_lock<std::mutex> lock(queue->mutex);
-      return queue->changed.wait_for(lock, std::chrono::milliseconds(100), ready);
+      return queue->changed.wait_for(lock, kLookEvery, ready);
     };
     bool has_gil = Py_IsInitialized() && PyGILState_Check();
     bool done;
@@ -152,10 +156,12 @@ void run(Work& work, const WorkRef& ref) {
 }
 
 void launch_work(const WorkRef& work) {
+  double started;
   {
     py::gil_scoped_acquire gil;
     if (work->plan) await_readers(*work);
     drain_decrefs();
+    started = seconds_now();
     try {
       run(*work, work);
     } catch (python_error& error) {
@@ -163,16 +169,18 @@ void launch_work(const WorkRef& work) {
     }
   }
   work->finished_at = seconds_now();
+  if (work->plan) work->plan->is_quick = work->finished_at - started < kQuickSeconds;
   finish(*work);
 }
 
-// Launches the front where that is possible now; the caller holds queue->order.
-bool launch_front() {
+// Launches the front where that is possible now, and quick if it must be; the caller holds queue->order.
+bool launch_front(bool must_be_quick) {
   WorkRef work;
   {
     std::lock_guard<std::mutex> lock(queue->mutex);
     if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return false;
     work = queue->works.front();
+    if (must_be_quick && !(work->plan && work->plan->is_quick)) return false;
     queue->works.pop_front();
   }
   launch_work(work);
@@ -199,7 +207,7 @@ void launch_loop() {
     if (!is_urgent) await_gil();
     py::gil_scoped_acquire gil;  // once for all that wait
     took_gil();
-    while (launch_front()) {
+    while (launch_front(/*must_be_quick=*/false)) {
     }
   }
 }
@@ -324,7 +332,7 @@ void wait_ready(const BufferRef& buffer) {
   if (!is_pending()) return;
   auto launch_here = [&] {
     std::unique_lock<std::mutex> order(queue->order, std::try_to_lock);
-    while (order.owns_lock() && is_pending() && launch_front()) {
+    while (order.owns_lock() && is_pending() && launch_front(/*must_be_quick=*/true)) {
     }
   };
   if (PyGILState_Check()) {

@@ -27,8 +27,9 @@ struct Plan {
   std::string nearest;               // under policy frozen: the known region that has most in common
   std::shared_ptr<CodePlace> entry;  // where that began
   std::atomic<State> state{kNew};
-  PyObject* executable = nullptr;  // written before state becomes kReady
-  PyObject* error = nullptr;       // written before state becomes kFailed
+  std::atomic<bool> is_quick{false};  // its last launch took so little time that a reading thread may do the next
+  PyObject* executable = nullptr;     // written before state becomes kReady
+  PyObject* error = nullptr;          // written before state becomes kFailed
   ~Plan();
 };
 
