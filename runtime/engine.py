@@ -109,7 +109,7 @@ class Engine:
         )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
-        fitting = Fitting(self.fragments, counters, self._executables)
+        fitting = Fitting(self.fragments, counters, self._executables, self.compiler.forget)
         self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
         self.history = self._executor.history
         self.launch = self._executor.launch
