@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -108,11 +108,12 @@ class Compiler:
         with self._condition:
             return [flight for flight in self._flights.values() if not flight.done()]
 
-    def forget(self) -> None:
-        """Lets go of the executables that only this keeps."""
+    def forget(self, digests: Collection[str] | None = None) -> None:
+        """Lets go of the executables, or of those with these keys, that only this keeps."""
         with self._condition:
             for key in [k for k, flight in self._flights.items() if flight.done()]:
-                del self._flights[key]
+                if digests is None or key[0] in digests:
+                    del self._flights[key]
 
     def close(self) -> None:
         """Drops what waits, finishes what is being compiled (for a while), ends the threads."""

@@ -115,7 +115,7 @@ class Engine:
         )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
-        fitting = Fitting(self.fragments, counters, self._executables)
+        fitting = Fitting(self.fragments, counters, self._executables, self.compiler.forget)
         self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
         # What runs a program with room, while some length of it is known.
         self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()

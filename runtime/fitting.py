@@ -6,7 +6,7 @@ bytes, some are made again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +25,19 @@ _TRIES = ((1 / 4, 0.0), (1 / 12, 0.0), (1 / 8, 0.85), (1 / 10, 0.7), (1 / 12, 0.
 
 
 class Fitting:
-    """`build` gives the executables of programs on a device."""
+    """`build` gives the executables of programs on a device, `drop` lets go of those with these keys."""
 
     def __init__(
-        self, fragments: Fragments, counters: Counters, build: Callable[[list[Program], int], list[Any]]
+        self,
+        fragments: Fragments,
+        counters: Counters,
+        build: Callable[[list[Program], int], list[Any]],
+        drop: Callable[[Collection[str]], Any],
     ) -> None:
         self._fragments = fragments
         self._counters = counters
         self._build = build
+        self._drop = drop
 
     def fit(self, program: Program, device: int, room: int) -> tuple[Sequence | None, str]:
         """A sequence that takes at most `room` bytes, its inputs included, and what it is; or None, and what was tried.
@@ -42,6 +47,7 @@ class Fitting:
         program, is_repeatable = pruned(program, self._fragments)
         most = max(live_bytes(program), default=0)
         tried = "one op cannot be split" if len(program.ops) == 1 else "its values alone do not fit"
+        refused: set[str] = set()
         for grain, target in _TRIES if len(program.ops) > 1 else ():
             repeated, fitted = 0, program
             if target:
@@ -56,10 +62,14 @@ class Fitting:
             peak = sequence.argument_bytes + sequence.needed_bytes
             repeats = f", {repeated} ops repeated" if repeated else ""
             tried = f"{len(parts)} parts{repeats}, {show_bytes(peak)}"
+            keys = {executable.about.identity for executable in executables}
             if peak <= room:
+                self._drop(refused - keys)
                 self._counters.regions_split += 1
                 self._counters.ops_repeated += repeated
                 return sequence, tried
+            refused |= keys
+        self._drop(refused)
         return None, tried
 
 

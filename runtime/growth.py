@@ -231,11 +231,11 @@ class _Grower:
         program = self._program
         for op, before in zip(program.ops, self._before.ops, strict=True):
             self._add(op, before)
-        outputs = [self._settled(v) for v in program.outputs]
+        settled = tuple(map(self._settled, program.outputs))
         made = Program(
             ops=tuple(self.ops),
             inputs=tuple(self._with_room(base, self._axes[~i]) for i, base in enumerate(program.inputs)),
-            outputs=tuple(outputs),
+            outputs=settled,
             donated=program.donated,
             floats=program.floats,
             ints=program.ints + len(self._numbers),

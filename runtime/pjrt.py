@@ -37,6 +37,7 @@ Aval = tuple[tuple[int, ...], torch.dtype]
 _POLL_SECONDS = 1e-3
 _NEVER_SECONDS = 10 * 365 * 24 * 3600
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # of mallopt(3)
+_COMPILES_BETWEEN_TRIMS = 32
 
 
 class Client:
@@ -72,6 +73,8 @@ class Client:
         ]
         self._excess_precision = excess_precision
         self._options = [compile_options((d.id,), excess_precision) for d in self.devices]
+        self._num_compiled = 0
+        self._keeps_memory = True  # what is freed, for a while
 
     def close(self) -> None:
         """Leaves the fleet."""
@@ -123,6 +126,7 @@ class Client:
     def keep_no_memory(self) -> None:
         """From now on freed arrays go back to the system at once: on the CPU platform malloc would keep them."""
         if self.platform == "cpu":
+            self._keeps_memory = False
             with contextlib.suppress(AttributeError, OSError):  # another C library
                 ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
 
@@ -140,7 +144,12 @@ class Client:
     def compile(self, text: str, device: int, homes: Homes = ()) -> Any:
         """Compiles a StableHLO module for one device, or for it and its like at all `homes`, which will launch it
         together; raises what XLA raises. The GIL is released meanwhile."""
-        return self._client.compile_and_load(text, self._device_list(device), self._options_for(device, homes))
+        executable = self._client.compile_and_load(text, self._device_list(device), self._options_for(device, homes))
+        self._num_compiled += 1
+        if not self._keeps_memory or self._num_compiled % _COMPILES_BETWEEN_TRIMS == 0:
+            with contextlib.suppress(AttributeError, OSError):  # another C library
+                ctypes.CDLL(None).malloc_trim(0)  # the compiler frees far more than malloc would give back
+        return executable
 
     def serialize(self, executable: Any) -> bytes:
         """The executable as bytes that `deserialize` reads: native code, to be trusted like a shared library."""
@@ -253,6 +262,14 @@ class Client:
             stack.enter_context(jax.debug_infs(False))
             stack.enter_context(jax.disable_jit(False))
             yield
+
+    def forget_traces(self) -> None:
+        """Drops what jax has traced of its own functions, such as jnp.where: it keeps that for ever, for each shape."""
+        from jax._src.interpreters.partial_eval import trace_to_jaxpr
+
+        for function in {key[0]() for key in trace_to_jaxpr.cache_keys()}:
+            if function is not None and function.__module__.startswith("jax."):
+                trace_to_jaxpr.evict_weakref(function)
 
     def _device_list(self, device: int) -> Any:
         return xla_client.DeviceList((self.devices[device],))

@@ -20,6 +20,8 @@ from .region import Lifted, Op, Operand, Random, Scalar
 if TYPE_CHECKING:
     from .pjrt import Client
 
+_MOST_TRACED = 2048  # ops, of which jax keeps some 4 kB each
+
 
 class Fragment(NamedTuple):
     """A private function and how to call it.
@@ -49,6 +51,7 @@ class Tracer:
         self._client = client
         self._platform = platform
         self._context = context
+        self._num_traced = 0  # ops, since what jax keeps of them was dropped
 
     def trace(self, ops: Sequence[tuple[Op, Entry]], watched: str = "off") -> list[Fragment]:
         """A fragment per op; the error of a lowering names its op and line."""
@@ -64,6 +67,10 @@ class Tracer:
             groups = [[_struct(p) for p in trace.parameters] for trace in traces]
             traced = jax.jit(every, keep_unused=True).trace(*groups)
             module = traced.lower(lowering_platforms=(self._platform,)).as_text()
+        self._num_traced += len(ops)
+        if self._num_traced >= _MOST_TRACED:
+            self._num_traced = 0
+            self._client.forget_traces()
         functions = {name: (head, body) for name, head, body in _FUNCTION.findall(module)}
         return [trace.fragment(functions, f"torchtpu_op_{i}") for i, trace in enumerate(traces)]
 

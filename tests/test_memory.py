@@ -13,12 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 import torch
+from jax._src.interpreters.partial_eval import trace_to_jaxpr
 from memory_script import Largest
 
 import torchtpu
 from torchtpu import config, metrics, startup
+from torchtpu.runtime import fitting, tracing
 from torchtpu.runtime.counters import Counters
 from torchtpu.runtime.memory import Flight, Memory
 
@@ -110,6 +113,20 @@ def test_values_are_made_again_where_parts_alone_do_not_fit() -> None:
         if metrics.snapshot()["ops_repeated"]:
             return
     pytest.fail("nothing was made again")
+
+
+def test_programs_of_a_refused_split_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_TRIES", ((100.0, 0.85), *fitting._TRIES))  # all in one part, which does not fit
+    x, layers = torch.randn(512, 256).to("tpu"), weights()
+    needed = bytes_needed_by(lambda: chain(x, layers).abs().cpu())
+    known, before = len(startup.engine().compiler.digests()), metrics.snapshot()
+    with config.using(memory_limit=needed * 8 // 10):
+        chain(x, layers).abs().cpu()
+    now = metrics.snapshot()
+    made = now["programs_compiled"] + now["cache_hits_disk"] - before["programs_compiled"] - before["cache_hits_disk"]
+    assert now["regions_split"] > before["regions_split"]
+    assert now["memory_collections"] == before["memory_collections"], "everything was let go"
+    assert len(startup.engine().compiler.digests()) < known + made
 
 
 def test_out_of_memory_lists_what_is_alive_and_what_was_tried() -> None:
@@ -227,6 +244,19 @@ def test_random_shapes_and_ops_leave_nothing_behind(tmp_path: Path, kind: str, s
         assert max(resident) - resident[0] <= 64 * MB
         for costs in (made["new_us"], made["known_us"]):
             assert statistics.median(costs[-5:]) <= 1.5 * statistics.median(costs[1:6])
+
+
+def test_what_jax_traces_of_its_own_functions_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_MOST_TRACED", 8)
+    theirs = jax.jit(lambda x: x + 1)
+    theirs.lower(jax.ShapeDtypeStruct((3,), "float32"))
+    traces = metrics.snapshot()["fragment_traces"]
+    for n in range(3, 15):
+        torch.ones(n, 41, device="tpu").softmax(0).logsumexp(1).cpu()
+    assert metrics.snapshot()["fragment_traces"] - traces >= 24
+    kept = [key[0]() for key in trace_to_jaxpr.cache_keys()]
+    assert theirs.__wrapped__ in kept
+    assert sum(function.__module__.startswith("jax.") for function in kept if function) < 60
 
 
 def test_shapes_that_nobody_holds_are_forgotten() -> None:
