@@ -13,7 +13,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchtpu.compiler_cache import Key, Note, Store, program_digest
@@ -26,7 +26,7 @@ from .fleet import Homes
 from .fragments import Fragments
 from .lists import take_apart
 from .lower import Aval, Check, Module, lower
-from .pjrt import calls_lapack, key_of
+from .pjrt import Options, calls_lapack, key_of
 from .region import Base, Lifted, Program
 from .views import Digit
 
@@ -40,7 +40,8 @@ _SEARCH = (search.__module__,)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A program's key, its text when it is wanted, what `lower.Module` says of a launch, and who takes part in it."""
+    """A program's key and digest, its text when it is wanted, what `lower.Module` says of a launch, who takes part in
+    it, and with which more options than usual it is compiled."""
 
     key: Key
     text: Callable[[], str]
@@ -51,6 +52,8 @@ class Plan:
     sources: tuple[int, ...]
     offsets: Mapping[int, frozenset[Digit]]
     homes: Homes
+    digest: str = ""
+    options: Options = ()
 
 
 class Plans:
@@ -86,7 +89,12 @@ class Plans:
             module.sources,
             module.offsets,
             homes,
+            digest,
         )
+
+    def under(self, plan: Plan, options: Options) -> Plan:
+        """The plan of the same program compiled with these options more."""
+        return replace(plan, key=key_of(plan.digest, self._client, plan.homes, options), options=options)
 
     def clusters(self, program: Program) -> Clusters | None:
         """The clusters of a program; None where it is better compiled whole."""
@@ -136,6 +144,7 @@ class Plans:
             tuple(kinds[kind] for kind in fields["sources"]),
             {index: frozenset(Digit(*digit) for digit in digits) for index, digits in fields["offsets"]},
             homes,
+            fields["program"],
         )
 
 
