@@ -82,14 +82,14 @@ class AotClient:
         data: bytes = self._options_for(homes, more).SerializeAsString()
         return data
 
-    def compile(self, text: str, homes: Homes = ()) -> Built:
-        """Compiles a StableHLO module for one device, or a replica of it for each of `homes`; raises what the compiler
-        raises."""
+    def compile(self, text: str, homes: Homes = (), more: Options = ()) -> Built:
+        """Compiles a StableHLO module for one device, or a replica of it for each of `homes`, with `more` options than
+        usual; raises what the compiler raises."""
         if len(homes) > len(self.devices):
             raise ValueError(f"{self.topology} has {len(self.devices)} devices, the program {len(homes)} ranks")
         devices = xla_client.DeviceList(tuple(d for d in self.devices if d.id in (homes or (self.devices[0].id,))))
         with mlir.make_ir_context():
-            executable = self._client.compile(ir.Module.parse(text), devices, self._options_for(homes, ()))
+            executable = self._client.compile(ir.Module.parse(text), devices, self._options_for(homes, more))
         made = text_of(executable)
         return Built(executable.serialize(), cost_of(executable, self.chip, made), made)
 

@@ -100,9 +100,9 @@ class Engine:
         self._joints = collectives and Joints(
             self.client, self.plans, self.compiler, collectives, is_structural, self._builder, observers
         )
-        # What is collected for other machines is what they start with.
-        sweep = None if journal else SWEEPS.get(platform)
-        self._workshop = Workshop(self._builder, self.plans, self.compiler, store, counters, knob, sweep)
+        # What is collected for other machines is what they start with: what was faster here does not count.
+        sweep, choices = (None, NullStore("programs are collected")) if journal else (SWEEPS.get(platform), store)
+        self._workshop = Workshop(self._builder, self.plans, self.compiler, choices, counters, knob, sweep)
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables)

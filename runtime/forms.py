@@ -76,6 +76,7 @@ class RegionForms:
         self._clusters = clusters
         self._device = device
         self._variants = shop.sweep.variants if shop.sweep and shop.knob("sweep") else {}
+        self._rungs = [*([_WHOLE] if clusters else []), *self._variants]
         self._compile_ms: dict[Words, float] = {}
         self._tried = 0  # variants
         self._key: Key | None = None  # of what is known of the forms
@@ -86,7 +87,7 @@ class RegionForms:
         usual = self._found(())
         known = self._recalled([plan for _, plan in usual])
         words = known or ()
-        rungs = [*([_WHOLE] if self._clusters else []), *self._variants] if known is None else []
+        rungs = self._rungs if known is None else []
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
@@ -164,15 +165,15 @@ class RegionForms:
             self._shop.refused.update(word for word in words[-1:] if word in self._variants)
 
     def _recalled(self, usual: list[Plan]) -> Words | None:
-        """The form that was the fastest; None where that is not known. It says so for good what `settled` is told."""
-        shop = self._shop
-        if not self._variants or not shop.store.keeps or shop.is_deterministic():
+        """The form that was the fastest; None where that is not known, or nobody may ask."""
+        shop, rungs = self._shop, self._rungs
+        if not rungs or not shop.store.keeps or shop.is_deterministic():
             return None
         digests = " ".join(plan.key.digest for plan in usual)
         self._key = Key.of("form", {"programs": digests, "variants": repr(self._variants)})
         data = shop.store.get(self._key)
         words: Words | None = None if data is None else tuple(json.loads(data))
-        return words if words is None or {_WHOLE, *self._variants}.issuperset(words) else None
+        return words if words is None or set(rungs).issuperset(words) else None
 
     # what is compiled
 
