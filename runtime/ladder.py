@@ -7,7 +7,6 @@ faster one stays.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -16,8 +15,9 @@ from typing import Any, Protocol
 Words = tuple[str, ...]  # what is unusual about a form; () names the usual one
 
 _FIRST = 32  # launches before the form in use is timed
-_TURNS = 5  # timed launches of each form, after one that warms caches up
-_LEAST_GAIN = 0.03  # what a form has to save of the time that the one in use takes
+_TURNS = 7  # timed launches of each form, after one that warms caches up
+_WINS = 6  # turns in which a form has to be faster than the one in use: a busy machine decides a few by chance
+_LEAST_GAIN = 0.03  # what it has to save of the least time of the one in use
 
 
 class Forms(Protocol):
@@ -108,15 +108,16 @@ class Ladder:
         return (self._rival.result(), rivals) if len(rivals) <= len(own) else (self.form, own)
 
     def _decide(self) -> None:
-        own, rivals = (min(times[1:], default=math.inf) for times in self._times)
+        own, rivals = (times[1:] for times in self._times)
         self._times = [], []
-        self._seconds = own
+        self._seconds = min(own)
         if self._rival is not None:
             words = *self._words, self._rungs[0]
-            is_kept = rivals < (1 - _LEAST_GAIN) * own
-            self._forms.compared((self._words, own), (words, rivals), is_kept=is_kept)
+            wins = sum(rival < seconds for rival, seconds in zip(rivals, own, strict=True))
+            is_kept = wins >= _WINS and min(rivals) < (1 - _LEAST_GAIN) * min(own)
+            self._forms.compared((self._words, min(own)), (words, min(rivals)), is_kept=is_kept)
             if is_kept:
-                self._words, self.form, self._seconds = words, self._rival.result(), rivals
+                self._words, self.form, self._seconds = words, self._rival.result(), min(rivals)
             self._step()
 
     def _step(self) -> None:

@@ -27,10 +27,10 @@ class Sweep(NamedTuple):
         return run_ms > self.worth * compile_ms * (tried + 1)
 
 
-# Version 1, measured with jaxlib 0.10.2.
+# Version 1, measured with jaxlib 0.10.2 and libtpu 0.0.51 by benchmarks/compile_options.py; its README has the figures.
 SWEEPS: Mapping[str, Sweep] = {
     "cpu": Sweep(
-        variants={"wide": (("xla_cpu_prefer_vector_width", 512),)},
+        {"memory schedule": (("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),)},
         worth=20.0,
         loading=40.0,
     ),
