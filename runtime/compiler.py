@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -113,6 +113,13 @@ class Compiler:
         with self._condition:
             for key in [k for k, flight in self._flights.items() if flight.done()]:
                 del self._flights[key]
+
+    def drop(self, digests: Collection[str], device: int) -> None:
+        """Lets go of these executables; who has one keeps it."""
+        with self._condition:
+            for key in [(digest, device) for digest in digests]:
+                if key in self._flights and self._flights[key].done():
+                    del self._flights[key]
 
     def close(self) -> None:
         """Drops what waits, finishes what is being compiled (for a while), ends the threads."""

@@ -151,7 +151,7 @@ class Executor:
     def _run_alone(self, work: Any, executable: Any) -> None:
         """Launches a program that no other rank takes part in, whole or in parts."""
         if isinstance(executable, Ladder):
-            with _Caught(work, executable.form.about):
+            with _Caught(work):
                 executable.run(work, self._run_alone, self._memory.wait_until_idle)
             return
         with _Caught(work, executable.about):

@@ -31,12 +31,13 @@ from .variants import Sweep
 _WHOLE = "whole"
 
 
-class UnbuiltError(Exception):
+class UnbuiltError(RuntimeError):
     """A form is not compiled, because of a program that `about` describes; the cause is why."""
 
-    def __init__(self, about: About) -> None:
-        super().__init__(about.line)
+    def __init__(self, about: About, cause: BaseException) -> None:
+        super().__init__(f"the region recorded at {about.line} ({about.ops} ops) is not compiled: {cause}")
         self.about = about
+        self.__cause__ = cause
 
 
 class Workshop:
@@ -78,6 +79,7 @@ class RegionForms:
         self._variants = shop.sweep.variants if shop.sweep and shop.knob("sweep") else {}
         self._rungs = [*([_WHOLE] if clusters else []), *self._variants]
         self._compile_ms: dict[Words, float] = {}
+        self._digests: dict[Words, list[str]] = {}  # of the programs of each form
         self._tried = 0  # variants
         self._key: Key | None = None  # of what is known of the forms
 
@@ -142,6 +144,9 @@ class RegionForms:
 
     def compared(self, own: tuple[Words, float], rival: tuple[Words, float], *, is_kept: bool) -> None:
         counters, is_whole = self._shop.counters, rival[0][-1] == _WHOLE
+        loser = (own if is_kept else rival)[0]
+        if loser:  # the usual form may have to be launched again, and others share its programs
+            self._shop.compiler.drop(self._digests.pop(loser), self._device)
         counters.regions_fused += is_whole and is_kept
         counters.programs_swept += not is_whole
         counters.variants_kept += is_kept and not is_whole
@@ -200,10 +205,9 @@ class RegionForms:
                 try:
                     executables[id(build.program)] = builder.executable(build, device)
                 except BaseException as error:  # noqa: BLE001 -- whoever reads the values raises it; Ctrl-C too
-                    failure = UnbuiltError(build.about)
-                    failure.__cause__ = error
-                    made.set_exception(failure)
+                    made.set_exception(UnbuiltError(build.about, error))
                     return
+            self._digests[words] = [build.plan.key.digest for build in flown]
             self._compile_ms[words] = sum(self._compiles_for(e.loaded) for e in executables.values())
             made.set_result(self._form(executables))
 

@@ -144,6 +144,7 @@ def test_what_is_hardly_faster_goes(clock: Clock, loop: Callable[..., Loop]) -> 
     assert clock.compiled == ["usual", "narrow", "unknown", "small"]
     assert hot.launch(3) == ["usual"] * 3
     assert (hot.engine.counters.programs_swept, hot.engine.counters.variants_kept) == (2, 0)
+    assert len(hot.engine.compiler.digests()) == 1  # what lost is forgotten
 
 
 def test_options_that_the_compiler_does_not_know_are_tried_once(clock: Clock, loop: Callable[..., Loop]) -> None:
