@@ -6,6 +6,7 @@ was the fastest is kept in the store: the next process starts with it.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable, Collection
@@ -88,8 +89,7 @@ class RegionForms:
         what lowering raises."""
         usual = self._found(())
         known = self._recalled([plan for _, plan in usual])
-        words = known or ()
-        rungs = self._rungs if known is None else []
+        words, rungs = known or (), self._rungs if known is None else []
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
@@ -97,13 +97,17 @@ class RegionForms:
             if error is None:
                 form = flight.result()
                 ready.set_result(Ladder(self, words, form, rungs) if words or rungs else form)
-            elif words:  # it is not in the cache any more, and may not be compiled
-                self._submitted((), usual).add_done_callback(lambda flight: give((), flight))
             else:
                 ready.set_exception(error)
 
+        def give_first(flight: Future[Any]) -> None:
+            if words and flight.exception() is not None:  # it is not in the cache any more, and may not be compiled
+                self._submitted((), usual).add_done_callback(functools.partial(give, ()))
+            else:
+                give(words, flight)
+
         found = self._found(words) if _WHOLE in words else usual
-        self._submitted(words, found).add_done_callback(lambda flight: give(words, flight))
+        self._submitted(words, found).add_done_callback(give_first)
         return ready
 
     # what a ladder asks
