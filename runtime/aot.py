@@ -22,7 +22,7 @@ from torchtpu.compiler_cache import Target, compiler_line
 from .chips import find_chip, topology_of
 from .cost import Cost, cost_of, text_of
 from .fleet import Homes
-from .pjrt import compile_options
+from .pjrt import Options, compile_options
 
 # What jax adds on a machine with chips; a program compiled without it would not be the one compiled there.
 _BARRIER = "--xla_tpu_use_enhanced_launch_barrier=true"
@@ -77,21 +77,21 @@ class AotClient:
         line = compiler_line(jaxlib.__version__, self._client.platform_version)
         return Target("tpu", self.devices[0].device_kind, line, topology=topology_of(self.devices))
 
-    def options(self, device: int, homes: Homes = ()) -> bytes:
+    def options(self, device: int, homes: Homes = (), more: Options = ()) -> bytes:
         """The compile options, serialized."""
-        data: bytes = self._options_for(homes).SerializeAsString()
+        data: bytes = self._options_for(homes, more).SerializeAsString()
         return data
 
-    def compile(self, text: str, homes: Homes = ()) -> Built:
-        """Compiles a StableHLO module for one device, or a replica of it for each of `homes`; raises what the compiler
-        raises."""
+    def compile(self, text: str, homes: Homes = (), more: Options = ()) -> Built:
+        """Compiles a StableHLO module for one device, or a replica of it for each of `homes`, with `more` options than
+        usual; raises what the compiler raises."""
         if len(homes) > len(self.devices):
             raise ValueError(f"{self.topology} has {len(self.devices)} devices, the program {len(homes)} ranks")
         devices = xla_client.DeviceList(tuple(d for d in self.devices if d.id in (homes or (self.devices[0].id,))))
         with mlir.make_ir_context():
-            executable = self._client.compile(ir.Module.parse(text), devices, self._options_for(homes))
+            executable = self._client.compile(ir.Module.parse(text), devices, self._options_for(homes, more))
         made = text_of(executable)
         return Built(executable.serialize(), cost_of(executable, self.chip, made), made)
 
-    def _options_for(self, homes: Homes) -> Any:
-        return compile_options(homes or (self.devices[0].id,), self._excess_precision)
+    def _options_for(self, homes: Homes, more: Options) -> Any:
+        return compile_options(homes or (self.devices[0].id,), self._excess_precision, more)

@@ -197,7 +197,7 @@ class Compiler:
             self._counters.cache_misses += 1
             return built[0]
         try:
-            executable = self._client.deserialize(data, device, plan.homes)
+            executable = self._client.deserialize(data, device, plan.homes, plan.options)
         except Exception as error:  # noqa: BLE001 -- whatever the loader dislikes is a miss
             self._counters.cache_load_failures += 1
             self._store.discard(plan.key, f"{type(error).__name__}: {error}")
@@ -212,7 +212,7 @@ class Compiler:
         if not self._may_compile():
             raise NotCompiledError("the program is not compiled, and the policy is frozen")
         started = time.perf_counter()
-        executable = self._client.compile(plan.text(), device, plan.homes)
+        executable = self._client.compile(plan.text(), device, plan.homes, plan.options)
         milliseconds = (time.perf_counter() - started) * 1e3
         self._counters.programs_compiled += 1
         self._counters.compile_ms += milliseconds

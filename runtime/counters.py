@@ -19,6 +19,8 @@ class Counters:
     regions_fused: int = 0
     regions_grown: int = 0
     arrays_moved: int = 0
+    programs_swept: int = 0
+    variants_kept: int = 0
     programs_compiled: int = 0
     compile_ms: float = 0.0
     load_ms: float = 0.0

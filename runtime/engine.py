@@ -5,48 +5,41 @@ Made at the first region or upload; imports jaxlib, makes the client and owns th
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from torchtpu.compiler_cache import Note, NullStore, Store
+from torchtpu.compiler_cache import NullStore, Store
 
 from . import log
 from .alike import IsStructural
-from .calls import Entry, Lowerings, full_name, results_of
+from .builder import Builder
+from .calls import Entry, Lowerings
 from .compiler import Compiler, Loaded, NotCompiledError
 from .counters import Counters
-from .executor import About, Executable, Executor
+from .executor import Executor
 from .fitting import Fitting
 from .fleet import Fleet
+from .forms import RegionForms, UnbuiltError, Workshop
 from .fragments import Fragments
-from .growth import Fixed, Grown, RuleOf, grow
+from .growth import Grown, RuleOf, grow
 from .guards import Guard, recorded_at
 from .joint import Collectives
 from .joints import Joints
-from .ladder import Ladder
 from .manifest import Journal, Outcome, Recorded
-from .memory import Memory, nbytes_of, show_bytes
+from .memory import Memory, nbytes_of
 from .observe import Observer
 from .padded import Padded, download
 from .pjrt import Client
-from .plans import Plan, Plans
+from .plans import Plans
 from .region import Program
-from .sequence import Sequence as Parts
-
-
-class _Build(NamedTuple):
-    program: Program
-    plan: Plan
-    about: About
-    flight: Future[Loaded]
+from .room import Fixed
+from .variants import SWEEPS
 
 
 class Engine:
@@ -88,9 +81,9 @@ class Engine:
         self.counters = counters
         self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"), fleet=fleet)
         self._knob = knob
+        self._rule_of = rule_of
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
-        self._rule_of = rule_of
         self.fragments = Fragments(
             table,
             self.client,
@@ -110,12 +103,16 @@ class Engine:
             may_compile=lambda: knob("policy") != "frozen",
         )
         self._journal = journal
+        self._builder = Builder(self.client, self.plans, self.compiler, counters, knob, journal, observers)
         self._joints = collectives and Joints(
-            self.client, self.plans, self.compiler, collectives, is_structural, self._built, _about, observers
+            self.client, self.plans, self.compiler, collectives, is_structural, self._builder, observers
         )
+        # What is collected for other machines is what they start with: what was faster here does not count.
+        sweep, choices = (None, NullStore("programs are collected")) if journal else (SWEEPS.get(platform), store)
+        self._workshop = Workshop(self._builder, self.plans, self.compiler, choices, counters, knob, sweep)
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
-        fitting = Fitting(self.fragments, counters, self._executables, self.compiler.forget)
+        fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
         self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
         # What runs a program with room, while some length of it is known.
         self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
@@ -137,16 +134,16 @@ class Engine:
             if joint is not None:
                 plan.ready(joint)
             else:
-                self._make(plan, program, self._forms(program, plan.before, device))
+                self._make(plan, program, self._shapes(program, plan.before, device))
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             if self._journal is not None and program is not None:
                 identity = self._journal.program(program)
                 self._journal.outcome(Outcome(identity, "failed", error=f"{type(error).__name__}: {error}"))
             plan.failed(_unlowered(error, plan.line, plan.run))
 
-    def _make(self, plan: Any, recorded: Program, forms: Iterator[Grown | None]) -> None:
-        """Makes the first form that may be compiled."""
-        device, grown = plan.device, next(forms)
+    def _make(self, plan: Any, recorded: Program, shapes: Iterator[Grown | None]) -> None:
+        """Makes what may run a program in the first of these shapes that may be compiled."""
+        device, grown = plan.device, next(shapes)
         program = recorded if grown is None else grown.program
         known = None if grown is None else self._rooms.get((program, device))
         if grown is not None and known is not None:
@@ -155,42 +152,30 @@ class Engine:
         clusters = self.plans.clusters(program) if self._knob("clusters") else None
         if clusters and self._journal is not None:
             self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
-        programs = [part.program for part in clusters.parts] if clusters else [program]
-        builds = {number: self._submit(p, device, is_flat=False) for number, p in {id(p): p for p in programs}.items()}
+        ready = RegionForms(self._workshop, program, clusters, device).start()
         self.counters.regions_planned += 1
         self.counters.regions_clustered += bool(clusters)
         self._planned(program)
 
-        def tell() -> None:
-            flown = dict(builds)
-            builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
-            made: dict[int, Executable] = {}
-            for number, build in flown.items():
-                try:
-                    made[number] = self._executable(build, device)
-                except BaseException as error:  # noqa: BLE001 -- as above; a cancelled build counts
-                    self._made_not(plan, recorded, forms, error, build.about)
-                    return
-            form: Any = made.get(id(program))
-            if clusters:
-                executables = [made[id(p)] for p in programs]
-                parts = Parts(program, clusters.parts, executables.__getitem__)
-                form = self._ladder(parts, program, device, clusters.hot)
+        def tell(made: Future[Any]) -> None:
+            error = made.exception()
+            if error is not None:
+                self._made_not(plan, recorded, shapes, error)
+                return
+            form = made.result()
             if grown is not None:
                 self._rooms[program, device] = form
                 form = Padded(self.client, self.counters, grown, form)
             plan.ready(form)
 
-        _when_all([build.flight for build in builds.values()], tell)
+        ready.add_done_callback(tell)
 
-    def _made_not(
-        self, plan: Any, program: Program, forms: Iterator[Grown | None], error: BaseException, about: About
-    ) -> None:
-        """Goes on to the next form where one is not compiled and must not be."""
-        failure = _explained(error, about, plan)
-        if isinstance(error, NotCompiledError):
+    def _made_not(self, plan: Any, program: Program, shapes: Iterator[Grown | None], error: BaseException) -> None:
+        """Goes on to the next shape where one is not compiled and must not be."""
+        failure = _explained(error, plan)
+        if isinstance(error.__cause__, NotCompiledError):
             try:
-                self._make(plan, program, forms)
+                self._make(plan, program, shapes)
             except StopIteration:
                 plan.failed(failure)
             except Exception as other:  # noqa: BLE001 -- whoever reads the region's values raises it
@@ -198,7 +183,7 @@ class Engine:
         else:
             plan.failed(failure)
 
-    def _forms(self, program: Program, before: Any, device: int) -> Iterator[Grown | None]:
+    def _shapes(self, program: Program, before: Any, device: int) -> Iterator[Grown | None]:
         """What may run a program, best first: with room (see `growth`), or as it is (None). Where nothing may be
         compiled, what another process gave room to, or did not, serves too."""
         grown = None
@@ -226,73 +211,11 @@ class Engine:
         self.counters.regions_grown += 1
         return grown
 
-    def _built(self, program: Program, device: int) -> Executable:
-        """The program's executable, now."""
-        return self._executable(self._submit(program, device, is_flat=False), device)
-
-    def _ladder(self, parts: Parts, program: Program, device: int, hot: int) -> Ladder:
-        """The region's forms: its clusters, and the whole program once it is hot."""
-
-        def climb() -> Future[Executable]:
-            self.counters.regions_climbing += 1
-            whole: Future[Executable] = Future()
-            build = self._submit(program, device, is_flat=False, is_needed_now=False)
-
-            def tell(_: Future[Loaded]) -> None:
-                try:
-                    whole.set_result(self._executable(build, device))
-                except BaseException as error:  # noqa: BLE001 -- the clusters serve as well
-                    whole.set_exception(error)
-
-            build.flight.add_done_callback(tell)
-            return whole
-
-        def chosen(is_whole: bool, seconds: tuple[float, float]) -> None:
-            self.counters.regions_fused += is_whole
-            if "cluster" in self._knob("log"):
-                whole, clusters = (f"{s * 1e3:.2f} ms" for s in seconds)
-                kept = "whole" if is_whole else f"in {len(parts.parts)} parts"
-                log.write(f"tpu:{device} region at {program.line} stays {kept}: whole {whole}, in parts {clusters}")
-
-        def is_fixed() -> bool:
-            is_deterministic = self._knob("deterministic") or torch.are_deterministic_algorithms_enabled()
-            return is_deterministic or self._knob("policy") != "background"
-
-        return Ladder(parts, climb, hot, is_fixed, chosen)
-
     def load(self, recorded: Iterable[Recorded], device: int = 0) -> list[Future[Loaded]]:
         """Asks for the programs of a manifest before anything needs them."""
         alone = [r for r in recorded if not (self._joints and self._joints.concern(r.program))]
-        return [self._submit(r.program, device, is_flat=r.is_flat).flight for r in alone]
-
-    def _submit(self, program: Program, device: int, *, is_flat: bool, is_needed_now: bool = True) -> _Build:
-        started = time.perf_counter()
-        found = self.plans.find(program, is_flat=is_flat)
-        self.counters.lower_ms += (time.perf_counter() - started) * 1e3
-        if "stablehlo" in self._knob("log"):
-            log.write(found.text())
-        about = _about(program, found)
-        note: Note = {"line": program.line, "ops": len(program.ops)}
-        flight = self.compiler.submit(found, device, note, is_needed_now=is_needed_now)
-        if self._journal is not None:
-            _keep_journal(self._journal, program, is_flat, found.key.digest, flight)
-        for observer in self._observers:
-            observer.planned(program, about, flight)
-        return _Build(program, found, about, flight)
-
-    def _executable(self, build: _Build, device: int) -> Executable:
-        def make_flat() -> Executable:
-            self.counters.offset_variants += 1
-            _, found, about, flight = self._submit(build.program, device, is_flat=True)
-            return Executable(self.client, found, flight.result(), device, about, _refuse)
-
-        _, found, about, flight = build
-        return Executable(self.client, found, flight.result(), device, about, make_flat if found.offsets else _refuse)
-
-    def _executables(self, programs: list[Program], device: int) -> list[Executable]:
-        """The executables of programs that are compiled together."""
-        builds = [self._submit(program, device, is_flat=False) for program in programs]
-        return [self._executable(build, device) for build in builds]
+        found = [(r, self._builder.find(r.program, is_flat=r.is_flat)) for r in alone]
+        return [self._builder.submit(r.program, plan, device, is_flat=r.is_flat).flight for r, plan in found]
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """An array with the contents of a contiguous CPU tensor, which nobody changes afterwards."""
@@ -330,52 +253,6 @@ class Engine:
         return self.client.device_name(device)
 
 
-def _keep_journal(journal: Journal, program: Program, is_flat: bool, digest: str, flight: Future[Loaded]) -> None:
-    identity = journal.program(program, is_flat=is_flat)
-
-    def note(done: Future[Loaded]) -> None:
-        error = CancelledError("the engine was closed") if done.cancelled() else done.exception()
-        if error is not None:
-            journal.outcome(Outcome(identity, "failed", digest, error=f"{type(error).__name__}: {error}"))
-        else:
-            loaded = done.result()
-            outcome = "hit" if loaded.source == "disk" else "compiled"
-            journal.outcome(Outcome(identity, outcome, digest, loaded.milliseconds))
-
-    flight.add_done_callback(note)
-
-
-def _when_all(flights: Collection[Future[Loaded]], then: Callable[[], None]) -> None:
-    """Calls `then` once, when every flight has landed."""
-    left = threading.Semaphore(len(flights) - 1)
-
-    def landed(_: Future[Loaded]) -> None:
-        if not left.acquire(blocking=False):
-            then()
-
-    for flight in flights:
-        flight.add_done_callback(landed)
-
-
-def _refuse() -> Executable:
-    raise AssertionError("a program without run-time offsets has no variant for them")
-
-
-def _about(program: Program, plan: Plan) -> About:
-    lines = tuple(dict.fromkeys(op.line for op in program.ops))
-    return About(plan.key.digest, program.line, lines, len(program.ops), len(program.donated), _largest(program))
-
-
-def _largest(program: Program) -> str:
-    """The largest result of the program, its op and its line."""
-    made = [(math.prod(r.sizes) * r.dtype.itemsize, r, op) for op in program.ops for r in results_of(op)]
-    if not made:
-        return "none"
-    nbytes, result, op = max(made, key=lambda m: m[0])
-    shape = f"{str(result.dtype).removeprefix('torch.')}{list(result.sizes)}"
-    return f"{shape}, {show_bytes(nbytes)}, of {full_name(op.name)} at {op.line}"
-
-
 def _unlowered(error: Exception, line: str, run: str) -> Exception:
     """The error of a region that was not lowered; a RuntimeError names its op, and where that was first recorded."""
     if isinstance(error, RuntimeError) and not run:
@@ -387,8 +264,11 @@ def _unlowered(error: Exception, line: str, run: str) -> Exception:
     return failure
 
 
-def _explained(error: BaseException, about: About, plan: Any) -> Exception:
-    """The error of a failed build."""
+def _explained(error: BaseException, plan: Any) -> BaseException:
+    """The error of a region that was not compiled."""
+    if not isinstance(error, UnbuiltError):
+        return error
+    about, error = error.about, error.__cause__ or error
     place = recorded_at(about.line, plan.run)
     if isinstance(error, NotCompiledError):
         return NotCompiledError(

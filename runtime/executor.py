@@ -160,15 +160,16 @@ class Executor:
 
     def _run_alone(self, work: Any, executable: Any) -> None:
         """Launches a program that no other rank takes part in, whole or in parts."""
-        form = executable.clusters if isinstance(executable, Ladder) else executable
-        with _Caught(work, form.about):
-            parts = self._in_parts(work, form) if self._memory.limit(work.device) else None
+        if isinstance(executable, Ladder):
+            with _Caught(work):
+                executable.run(work, self._run_alone, self._memory.wait_until_idle)
+            return
+        with _Caught(work, executable.about):
+            parts = self._in_parts(work, executable) if self._memory.limit(work.device) else None
             if parts is not None:
                 parts.run(work, self.launch)
             elif isinstance(executable, Parts):
                 executable.run(work, self.launch)
-            elif isinstance(executable, Ladder):
-                executable.run(work, self.launch, self._memory.wait_until_idle)
             else:
                 self._run_where_whole(work, executable.at(work.ints.tolist()) if executable.offsets else executable)
 

@@ -9,7 +9,6 @@ where an op has none, or where two sizes change, the program is left as it is.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,18 +16,13 @@ from typing import Any, NamedTuple
 from .calls import results_of, schema_of
 from .parts import bases_of, operands
 from .region import Base, Lifted, Op, Operand, Program, Result, Write
+from .room import Fixed, Room, axis_of, length_of, room_for, row_major, with_room
 
 FIRST = "torchtpu::first"  # (self, count, dim, fill): `fill` in place of what follows the first `count` elements
-_LEAST_ROOM = 32
-_WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
 
 
 Rule = Callable[["Call"], None]
 RuleOf = Callable[[str], Rule | None]  # by the recorded name of an op
-
-
-class Fixed(Exception):
-    """The program cannot be given room: the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +58,6 @@ def skeleton(program: Program) -> str:
     """What programs have in common that differ in sizes alone."""
     ops = [(op.name, [o.value for o in operands(op)], [made.value for made in results_of(op)]) for op in program.ops]
     return hashlib.sha256(repr(ops).encode()).hexdigest()
-
-
-def room_for(size: int) -> int:
-    """The length of the room for so many elements."""
-    doubled = 1 << (size - 1).bit_length()
-    step = doubled // 8
-    return max(_LEAST_ROOM, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous array."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 class Call:
@@ -197,16 +179,6 @@ def plain(argument: Any) -> Any:
             return argument
 
 
-class _Segment(NamedTuple):
-    """Dimensions of an array that are `size` indices together, `unit` elements apart, and `unit_with_room` where there
-    is room: one that grows, or neighbours that do not."""
-
-    unit: int
-    size: int
-    unit_with_room: int
-    grows: bool
-
-
 class _Grower:
     """`values` has the new number of each value of the program, `ops` the new ops; of `finite` values what does not
     count is so."""
@@ -234,7 +206,7 @@ class _Grower:
         settled = tuple(map(self._settled, program.outputs))
         made = Program(
             ops=tuple(self.ops),
-            inputs=tuple(self._with_room(base, self._axes[~i]) for i, base in enumerate(program.inputs)),
+            inputs=tuple(with_room(base, self._axes[~i], self.room) for i, base in enumerate(program.inputs)),
             outputs=settled,
             donated=program.donated,
             floats=program.floats,
@@ -253,7 +225,7 @@ class _Grower:
     def _settled(self, old: int) -> int:
         """The new number of an output, or of a copy in which what does not count is finite."""
         value, base, axes = self.values[old], self._bases[old], self._axes[old]
-        whole = self._with_room(base, axes)
+        whole = with_room(base, axes, self.room)
         tensor = Operand(value, whole.shape, row_major(whole.shape), 0, whole.dtype, whole)
         if not axes or self.is_finite(tensor):
             return value
@@ -304,8 +276,9 @@ class _Grower:
             return replace(now, value=value)
         dims = self._changed(now.sizes, then.sizes)
         axes = self._axes[now.value]
-        sizes, strides = self._view(axes, dims, now, 0)
-        return replace(now, value=value, sizes=sizes, strides=strides, base=self._with_room(now.base, axes))
+        sizes, strides = Room(now.base.shape, axes, self.room).view(now, dims, 0)
+        base = with_room(now.base, axes, self.room)
+        return replace(now, value=value, sizes=sizes, strides=strides, base=base)
 
     def rewritten(self, op: Op, before: Op, args: tuple[Any, ...]) -> Op:
         """The op with these arguments, and its results and writes with room."""
@@ -334,7 +307,7 @@ class _Grower:
             return replace(now, value=value, offset=self._offset(now, then))
         dims = self._changed(now.sizes, then.sizes)
         sizes, strides, offset = self._place(axes, now, then, dims)
-        made = Operand(value, sizes, strides, offset, now.dtype, self._with_room(now.base, axes))
+        made = Operand(value, sizes, strides, offset, now.dtype, with_room(now.base, axes, self.room))
         return Roomy(made, {dim: now.sizes[dim] for dim in dims}) if dims else made
 
     def _write(self, now: Write, then: Write) -> Write:
@@ -343,10 +316,10 @@ class _Grower:
         dims = self._changed(now.sizes, then.sizes)
         if not axes and not dims:
             return replace(now, value=value, offset=self._offset(now, then))
-        if any(self._axis(now, dim) not in axes or now.sizes[dim] != self._length(now, dim) for dim in dims):
+        if any(axis_of(now, dim) not in axes or now.sizes[dim] != length_of(now, dim) for dim in dims):
             raise Fixed("a write into a part that grows")
         sizes, strides, offset = self._place(axes, now, then, dims)
-        base = self._with_room(now.base, axes)
+        base = with_room(now.base, axes, self.room)
         return replace(now, value=value, sizes=sizes, strides=strides, offset=offset, base=base)
 
     # ---- geometry
@@ -371,12 +344,15 @@ class _Grower:
             for now, then in zip(operands(op), operands(before), strict=False):
                 for dim in self._changed(now.sizes, then.sizes):
                     largest.append(now.sizes[dim])
-                    if self._axis(now, dim) not in self._changed(now.base.shape, then.base.shape):
-                        most.append(self._length(now, dim))
+                    if axis_of(now, dim) not in self._changed(now.base.shape, then.base.shape):
+                        most.append(length_of(now, dim))
         if not largest:
             raise Fixed("no size changes")
-        room = min([room_for(max(largest)), *most])
-        if room < max(largest):
+        size, earlier = max(largest), max(largest) - self._step
+        if size & (size - 1) == 0 and earlier & (earlier - 1) == 0:
+            raise Fixed("sizes that are rooms already")
+        room = min([room_for(size), *most])
+        if room < size:
             raise Fixed("there is no room")
         return room
 
@@ -392,36 +368,6 @@ class _Grower:
                 raise Fixed("two sizes change")
         return dims
 
-    def _axis(self, view: Operand | Write, dim: int) -> int | None:
-        """The array's dimension that a view's dimension runs over; None where it runs over several or none."""
-        steps = row_major(view.base.shape)
-        found = [a for a, n in enumerate(view.base.shape) if n > 1 and steps[a] == view.strides[dim]]
-        return found[0] if found and view.sizes[dim] <= view.base.shape[found[0]] else None
-
-    def _length(self, view: Operand | Write, dim: int) -> int:
-        """How long a view's dimension may be; 0 where that is not known."""
-        axis = self._axis(view, dim)
-        if axis is None or isinstance(view.offset, Lifted) or view.dtype.itemsize != view.base.dtype.itemsize:
-            return 0
-        return view.base.shape[axis] - view.offset // view.strides[dim] % view.base.shape[axis]
-
-    def _with_room(self, base: Base, axes: Sequence[int]) -> Base:
-        return base._replace(shape=tuple(self.room if a in axes else n for a, n in enumerate(base.shape)))
-
-    def _segments(self, axes: Sequence[int], shape: Sequence[int]) -> list[_Segment]:
-        """The segments of an array in which `axes` grow, the innermost first."""
-        made: list[_Segment] = []
-        unit = unit_with_room = 1
-        for axis in reversed(range(len(shape))):
-            size, grows = shape[axis], axis in axes
-            if made and not made[-1].grows and not grows:
-                made[-1] = made[-1]._replace(size=made[-1].size * size)
-            else:
-                made.append(_Segment(unit, size, unit_with_room, grows))
-            unit *= size
-            unit_with_room *= self.room if grows else size
-        return made
-
     def _place(
         self, axes: Sequence[int], now: Operand | Write, then: Operand | Write, dims: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...], int | Lifted]:
@@ -430,34 +376,10 @@ class _Grower:
             raise Fixed("a view at a place that changes")
         if now.dtype.itemsize != now.base.dtype.itemsize:
             raise Fixed("a view of other elements")
-        segments = self._segments(axes, now.base.shape)
-        digits = [now.offset // s.unit % s.size for s in segments]
-        before = [then.offset // s.unit % s.size for s in self._segments(axes, then.base.shape)]
-        sizes, strides = self._view(axes, dims, now, now.offset)
-        offset = sum(d * s.unit_with_room for d, s in zip(digits, segments, strict=True))
-        return sizes, strides, offset if digits == before else self.number(offset)
-
-    def _view(
-        self, axes: Sequence[int], dims: Sequence[int], view: Operand | Write | Result, offset: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """A view's sizes and strides with room, where those in `dims` have grown."""
-        segments = self._segments(axes, view.base.shape)
-        spans = [offset // s.unit % s.size for s in segments]
-        strides = []
-        for dim, (size, stride) in enumerate(zip(view.sizes, view.strides, strict=True)):
-            place = next((k for k in reversed(range(len(segments))) if segments[k].unit <= stride), None)
-            if place is None:  # a stride of 0
-                strides.append(stride)
-                continue
-            segment = segments[place]
-            step, rest = divmod(stride, segment.unit)
-            if size > 1 and (rest or (segment.grows and dim in dims and (step != 1 or spans[place]))):
-                raise Fixed("a view across what grows")
-            strides.append(step * segment.unit_with_room)
-            spans[place] += step * (size - 1)
-        if any(span >= segment.size for span, segment in zip(spans, segments, strict=True)):
-            raise Fixed("a view across what grows")
-        return tuple(self.room if d in dims else n for d, n in enumerate(view.sizes)), tuple(strides)
+        room = Room(now.base.shape, axes, self.room)
+        digits = room.digits(now.offset)
+        offset, has_moved = room.offset(digits), digits != Room(then.base.shape, axes, self.room).digits(then.offset)
+        return *room.view(now, dims, now.offset), self.number(offset) if has_moved else offset
 
 
 def _grown(arguments: Any) -> Iterator[bool]:

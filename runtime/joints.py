@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torchtpu.compiler_cache import Note
 
 from .alike import IsStructural
+from .builder import Builder, about_of
 from .compiler import Compiler
-from .executor import About, Executable
+from .executor import Executable
 from .fleet import Homes
 from .host_calls import HostCall
 from .joint import Collectives, Form, Joint, ends_around
@@ -18,14 +19,14 @@ from .observe import Observer
 from .parts import split
 from .pieces import Pieces
 from .pjrt import Client
-from .plans import Plan, Plans
+from .plans import Plans
 from .region import Op, Program
 from .sequence import Sequence as Parts
 
 
 class Joints:
     """`collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means;
-    `build` makes the executable of a program for one device."""
+    `builder` makes the executable of a program for one device."""
 
     def __init__(
         self,
@@ -34,8 +35,7 @@ class Joints:
         compiler: Compiler,
         collectives: Collectives,
         is_structural: IsStructural,
-        build: Callable[[Program, int], Executable],
-        about: Callable[[Program, Plan], About],
+        builder: Builder,
         observers: Sequence[Observer],
     ) -> None:
         self._client = client
@@ -43,8 +43,7 @@ class Joints:
         self._compiler = compiler
         self._collectives = collectives
         self._is_structural = is_structural
-        self._build = build
-        self._about = about
+        self._builder = builder
         self._observers = observers
 
     def concern(self, program: Program) -> bool:
@@ -76,7 +75,9 @@ class Joints:
         make_form = functools.partial(self._form, device, homes) if homes else None
 
         def build(part: Program) -> Joint | Executable:
-            return self._joint(part, device, may_stop=True) if self.concern(part) else self._build(part, device)
+            if self.concern(part):
+                return self._joint(part, device, may_stop=True)
+            return self._builder.executable_of(part, device)
 
         return Joint(
             program,
@@ -102,11 +103,11 @@ class Joints:
 
     def _alone(self, program: Program, device: int) -> Any:
         is_call = program.ops[0].name == self._collectives.op
-        return self._call(program, device) if is_call else self._build(program, device)
+        return self._call(program, device) if is_call else self._builder.executable_of(program, device)
 
     def _form(self, device: int, homes: Homes, program: Program, is_flat: bool) -> Form:
         plan = self._plans.find(program, is_flat=is_flat, homes=homes)
-        about = self._about(program, plan)
+        about = about_of(program, plan)
 
         def build() -> Executable:
             note: Note = {"line": program.line, "ops": len(program.ops)}

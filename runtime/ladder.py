@@ -1,82 +1,128 @@
 """The ladder: in come launches of one region, out goes each in the form that runs it best by now.
 
-A region of clusters is quick to compile and runs first. One that is launched often is compiled whole as well, when
-nothing else is; then both forms take turns a few times, each with the device to itself, and the faster one stays.
+What is quickly there runs first. A region that is launched often is compiled in other forms too, one at a time and when
+nothing else is; then such a form and the one in use take turns a few times, each with the device to itself, and the
+faster one stays.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
-from .sequence import Sequence
+Words = tuple[str, ...]  # what is unusual about a form; () names the usual one
 
-_TURNS = 3  # timed launches of each form
+_FIRST = 32  # launches before the form in use is timed
+_TURNS = 7  # timed launches of each form, after one that warms caches up
+_WINS = 6  # turns in which a form has to be faster than the one in use: a busy machine decides a few by chance
+_LEAST_GAIN = 0.03  # what it has to save of the least time of the one in use
+
+
+class Forms(Protocol):
+    """The forms of one region, each something that can be launched."""
+
+    def make(self, words: Words, *, is_needed_now: bool) -> Future[Any]:
+        """The form of this name, once it is compiled."""
+
+    def is_due(self, words: Words, launches: int, seconds: float) -> bool:
+        """Whether so many launches of so many seconds each (0: unknown) make this form worth compiling."""
+
+    def has_to_be_usual(self) -> bool:
+        """Whether only the usual form may be launched."""
+
+    def is_fixed(self) -> bool:
+        """Whether the form in use stays for now."""
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is being compiled, which would disturb the clock."""
+
+    def compared(self, own: tuple[Words, float], rival: tuple[Words, float], *, is_kept: bool) -> None:
+        """Hears the seconds of the form in use and of a rival, and whether this one is kept in its stead."""
+
+    def settled(self, words: Words) -> None:
+        """Hears which form stays."""
 
 
 class Ladder:
-    """What a plan is given whose region is launched as clusters; only one thread at a time launches it.
+    """What a plan is given whose region has several forms; only one thread at a time launches it.
 
-    `climb` submits the whole program, once the region has been launched `hot` times; `is_fixed` says, at each launch,
-    whether the form has to stay as it is; `chosen` hears whether the whole stays, with the seconds of both forms.
+    `form` is the one in use, called `words`; each of `rungs` is a word that may name a faster one.
     """
 
-    def __init__(
-        self,
-        clusters: Sequence,
-        climb: Callable[[], Future[Any]],
-        hot: int,
-        is_fixed: Callable[[], bool],
-        chosen: Callable[[bool, tuple[float, float]], None],
-    ) -> None:
-        self.clusters = clusters
-        self._climb = climb
-        self._hot = hot
-        self._is_fixed = is_fixed
-        self._chosen = chosen
+    def __init__(self, forms: Forms, words: Words, form: Any, rungs: Iterable[str]) -> None:
+        self.form = form
+        self._forms = forms
+        self._words = words
+        self._rungs = list(rungs)
+        self._usual: Future[Any] | None = None
+        if not words:
+            self._usual = Future()
+            self._usual.set_result(form)
         self._launches = 0
-        self._whole: Future[Any] | None = None
-        self._times: dict[bool, list[float]] = {True: [], False: []}  # seconds: of the whole program, of the clusters
-        self._is_whole = False
-        self._is_settled = False
+        self._seconds = 0.0  # of the form in use; 0 until it has been timed
+        self._rival: Future[Any] | None = None
+        self._times: tuple[list[float], list[float]] = [], []  # seconds of the form in use, and of its rival
 
-    def run(self, work: Any, launch: Callable[..., None], wait_until_idle: Callable[[int], None]) -> None:
+    def run(self, work: Any, launch: Callable[[Any, Any], None], wait_until_idle: Callable[[int], None]) -> None:
         """Launches the work; `wait_until_idle` is given a device."""
-        if self._is_settled or self._is_fixed():
-            self._launch(work, launch, self._is_whole)
+        if self._words and self._forms.has_to_be_usual():
+            if self._usual is None:
+                self._usual = self._forms.make((), is_needed_now=True)
+            launch(work, self._usual.result())
+        elif not self._rungs or self._forms.is_fixed():
+            launch(work, self.form)
+        else:
+            self._launches += 1
+            self._climb(work, launch, wait_until_idle)
+
+    def _climb(self, work: Any, launch: Callable[[Any, Any], None], wait_until_idle: Callable[[int], None]) -> None:
+        words = *self._words, self._rungs[0]
+        if self._rival is None and self._forms.is_due(words, self._launches, self._seconds):
+            self._rival = self._forms.make(words, is_needed_now=False)
+            self._times = [], []
+        turn = self._turn()
+        if turn is None or not self._forms.is_quiet():
+            launch(work, self.form)
             return
-        self._launches += 1
-        if self._whole is None and self._launches > self._hot:
-            self._whole = self._climb()
-        if self._whole is None or not self._whole.done():
-            self._launch(work, launch, False)
-        elif self._whole.cancelled() or self._whole.exception() is not None:
-            self._is_settled = True
-            self._launch(work, launch, False)
-        else:
-            self._time(work, launch, wait_until_idle)
-
-    def _launch(self, work: Any, launch: Callable[..., None], is_whole: bool) -> None:
-        if is_whole:
-            assert self._whole is not None
-            launch(work, self._whole.result())
-        else:
-            self.clusters.run(work, launch)
-
-    def _time(self, work: Any, launch: Callable[..., None], wait_until_idle: Callable[[int], None]) -> None:
-        is_whole = len(self._times[True]) <= len(self._times[False])
-        device = work.device
-        wait_until_idle(device)
+        form, times = turn
+        wait_until_idle(work.device)
         started = time.perf_counter()
-        self._launch(work, launch, is_whole)
-        wait_until_idle(device)
-        self._times[is_whole].append(time.perf_counter() - started)
-        if len(self._times[False]) > _TURNS:  # the first turn of each warms caches up
-            whole, clusters = (min(self._times[form][1:]) for form in (True, False))
-            self._is_whole = whole < clusters
-            self._is_settled = True
-            if not self._is_whole:
-                self._whole = None
-            self._chosen(self._is_whole, (whole, clusters))
+        launch(work, form)
+        wait_until_idle(work.device)
+        times.append(time.perf_counter() - started)
+        if len(self._times[0]) > _TURNS:
+            self._decide()
+
+    def _turn(self) -> tuple[Any, list[float]] | None:
+        """The form whose turn it is, and its times; None where nothing is to be timed."""
+        own, rivals = self._times
+        if self._rival is None:
+            return (self.form, own) if self._launches > _FIRST and not self._seconds else None
+        if not self._rival.done():
+            return None
+        if self._rival.cancelled() or self._rival.exception() is not None:
+            self._step()
+            return None
+        return (self._rival.result(), rivals) if len(rivals) <= len(own) else (self.form, own)
+
+    def _decide(self) -> None:
+        own, rivals = (times[1:] for times in self._times)
+        self._times = [], []
+        self._seconds = min(own)
+        if self._rival is not None:
+            words = *self._words, self._rungs[0]
+            wins = sum(rival < seconds for rival, seconds in zip(rivals, own, strict=True))
+            is_kept = wins >= _WINS and min(rivals) < (1 - _LEAST_GAIN) * min(own)
+            self._forms.compared((self._words, min(own)), (words, min(rivals)), is_kept=is_kept)
+            if is_kept:
+                self._words, self.form, self._seconds = words, self._rival.result(), min(rivals)
+            self._step()
+
+    def _step(self) -> None:
+        """On to the next rung."""
+        self._rival = None
+        del self._rungs[0]
+        if not self._rungs:
+            self._forms.settled(self._words)

@@ -33,6 +33,7 @@ from .fleet import Board, Fleet, Homes
 from .memory import nbytes_of
 
 Aval = tuple[tuple[int, ...], torch.dtype]
+Options = tuple[tuple[str, bool | int | str], ...]  # of XLA, by name
 
 _POLL_SECONDS = 1e-3
 _NEVER_SECONDS = 10 * 365 * 24 * 3600
@@ -93,9 +94,9 @@ class Client:
         where = topology_of(self._client.devices())
         return Target(self.lowering_platform, self.devices[0].device_kind, line, where, host_cpu_features())
 
-    def options(self, device: int, homes: Homes = ()) -> bytes:
+    def options(self, device: int, homes: Homes = (), more: Options = ()) -> bytes:
         """The compile options for a device, or for all of `homes`, serialized."""
-        data: bytes = self._options_for(device, homes).SerializeAsString()
+        data: bytes = self._options_for(device, homes, more).SerializeAsString()
         return data
 
     def home(self, device: int) -> int:
@@ -141,10 +142,11 @@ class Client:
         if self.platform == "cpu":
             _register_lapack()
 
-    def compile(self, text: str, device: int, homes: Homes = ()) -> Any:
+    def compile(self, text: str, device: int, homes: Homes = (), more: Options = ()) -> Any:
         """Compiles a StableHLO module for one device, or for it and its like at all `homes`, which will launch it
-        together; raises what XLA raises. The GIL is released meanwhile."""
-        executable = self._client.compile_and_load(text, self._device_list(device), self._options_for(device, homes))
+        together, with `more` options than usual; raises what XLA raises. The GIL is released meanwhile."""
+        options = self._options_for(device, homes, more)
+        executable = self._client.compile_and_load(text, self._device_list(device), options)
         self._num_compiled += 1
         if not self._keeps_memory or self._num_compiled % _COMPILES_BETWEEN_TRIMS == 0:
             with contextlib.suppress(AttributeError, OSError):  # another C library
@@ -156,9 +158,9 @@ class Client:
         data: bytes = executable.serialize()
         return data
 
-    def deserialize(self, data: bytes, device: int, homes: Homes = ()) -> Any:
+    def deserialize(self, data: bytes, device: int, homes: Homes = (), more: Options = ()) -> Any:
         """Loads a serialized executable onto one device; raises where the bytes do not fit this client."""
-        options = self._options_for(device, homes)
+        options = self._options_for(device, homes, more)
         return self._client.deserialize_executable(data, self._device_list(device), options)
 
     def memory(self, executable: Any) -> tuple[int, int, int, int]:
@@ -274,8 +276,10 @@ class Client:
     def _device_list(self, device: int) -> Any:
         return xla_client.DeviceList((self.devices[device],))
 
-    def _options_for(self, device: int, homes: Homes) -> Any:
-        return compile_options(homes, self._excess_precision) if homes else self._options[device]
+    def _options_for(self, device: int, homes: Homes, more: Options) -> Any:
+        if homes or more:
+            return compile_options(homes or (self.devices[device].id,), self._excess_precision, more)
+        return self._options[device]
 
 
 class Compiles(Protocol):
@@ -283,15 +287,15 @@ class Compiles(Protocol):
 
     @property
     def target(self) -> Target: ...
-    def options(self, device: int, homes: Homes = ()) -> bytes: ...
+    def options(self, device: int, homes: Homes = (), more: Options = ()) -> bytes: ...
 
 
-def key_of(digest: str, client: Compiles, homes: Homes = ()) -> Key:
-    """The key of the executable of the program with this digest: of the client only what it compiles for counts, not
-    whether it has chips, nor which of its devices is used."""
+def key_of(digest: str, client: Compiles, homes: Homes = (), more: Options = ()) -> Key:
+    """The key of the executable of the program with this digest, compiled with `more` options than usual: of the client
+    only what it compiles for counts, not whether it has chips, nor which of its devices is used."""
     target = client.target
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split() if target.platform == "tpu" else ()
-    options = client.options(0, homes)
+    options = client.options(0, homes, more)
     return program_key(digest, target, options=options, flags=flags, positions=homes or None)
 
 
@@ -300,15 +304,15 @@ def calls_lapack(text: str) -> bool:
     return "lapack_" in text
 
 
-def compile_options(homes: Homes, excess_precision: bool) -> Any:
-    """What every program is compiled with, for a replica on each of these devices of whichever client.
+def compile_options(homes: Homes, excess_precision: bool, more: Options = ()) -> Any:
+    """What every program is compiled with, for a replica on each of these devices of whichever client, and `more`.
 
     Eager PyTorch rounds to bfloat16 after each op; with `excess_precision` XLA may keep more bits between fused ops.
     """
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = len(homes), 1
     options.device_assignment = xla_client.DeviceAssignment.create(np.array(homes).reshape(-1, 1))
-    options.env_option_overrides = [("xla_allow_excess_precision", excess_precision)]
+    options.env_option_overrides = [("xla_allow_excess_precision", excess_precision), *more]
     return options
 
 

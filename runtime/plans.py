@@ -13,7 +13,7 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchtpu.compiler_cache import Key, Note, Store, program_digest
@@ -28,7 +28,7 @@ from .growth import skeleton
 from .lists import take_apart
 from .lower import Aval, Check, Module, lower
 from .manifest import FORMAT, decode, encode
-from .pjrt import calls_lapack, key_of
+from .pjrt import Options, calls_lapack, key_of
 from .region import Base, Lifted, Program
 from .views import Digit
 
@@ -43,7 +43,8 @@ _MOST_OUTGROWN = 16  # of one skeleton
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A program's key, its text when it is wanted, what `lower.Module` says of a launch, and who takes part in it."""
+    """A program's key and digest, its text when it is wanted, what `lower.Module` says of a launch, who takes part in
+    it, and with which more options than usual it is compiled."""
 
     key: Key
     text: Callable[[], str]
@@ -54,6 +55,8 @@ class Plan:
     sources: tuple[int, ...]
     offsets: Mapping[int, frozenset[Digit]]
     homes: Homes
+    digest: str = ""
+    options: Options = ()
 
 
 class Plans:
@@ -89,7 +92,12 @@ class Plans:
             module.sources,
             module.offsets,
             homes,
+            digest,
         )
+
+    def under(self, plan: Plan, options: Options) -> Plan:
+        """The plan of the same program compiled with these options more."""
+        return replace(plan, key=key_of(plan.digest, self._client, plan.homes, options), options=options)
 
     def clusters(self, program: Program) -> Clusters | None:
         """The clusters of a program; None where it is better compiled whole."""
@@ -157,6 +165,7 @@ class Plans:
             tuple(kinds[kind] for kind in fields["sources"]),
             {index: frozenset(Digit(*digit) for digit in digits) for index, digits in fields["offsets"]},
             homes,
+            fields["program"],
         )
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import aot_check
 import lowering_check
@@ -111,8 +112,8 @@ class Chipless:
     line = compiler_line("0.10.2", "PJRT C API\nBuilt on a day (1) cl/2")
     target = Target("tpu", "TPU v5 lite", line, topology="2x4")
 
-    def options(self, device: int, homes: tuple[int, ...] = ()) -> bytes:
-        return Client("cpu").options(device, homes)
+    def options(self, device: int, homes: tuple[int, ...] = (), more: Any = ()) -> bytes:
+        return Client("cpu").options(device, homes, more)
 
 
 class WithChips(Chipless):

@@ -199,8 +199,8 @@ def test_a_hot_region_climbs_to_the_form_that_was_faster(monkeypatch: pytest.Mon
     assert engine.counters.programs_compiled == 1
     assert launches(engine, plan, record, 1) == [6]
     assert engine.counters.regions_climbing == 1
-    plan.executable._whole.result(60)
-    assert sorted(launches(engine, plan, record, 8)) == [1] * 4 + [6] * 4
+    plan.executable._rival.result(60)
+    assert sorted(launches(engine, plan, record, 16)) == [1] * 8 + [6] * 8
     (line,) = [line for line in logged if "stays" in line]
     stays = 1 if "stays whole" in line else 6
     assert launches(engine, plan, record, 3) == [stays] * 3

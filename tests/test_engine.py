@@ -27,7 +27,7 @@ from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, 
 
 KNOBS: dict[str, Any] = {
     "clusters": True, "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0,
-    "num_compile_threads": 1, "policy": "background", "deterministic": False,
+    "num_compile_threads": 1, "policy": "background", "deterministic": False, "sweep": False,
     "max_programs": 1024, "max_fragments": 16384,
 }  # fmt: skip
 
@@ -651,7 +651,7 @@ def test_what_is_needed_now_is_compiled_first(engine: Engine, monkeypatch: Any) 
     order: list[str] = []
     started, go = threading.Event(), threading.Event()
 
-    def compile_text(text: str, device: int, homes: tuple[int, ...]) -> Any:
+    def compile_text(text: str, *_: Any) -> Any:
         started.set()
         assert go.wait(30)
         order.append(text)
@@ -672,7 +672,7 @@ def test_what_is_needed_now_is_compiled_first(engine: Engine, monkeypatch: Any) 
 def test_closing_drops_what_waits_to_be_compiled(engine: Engine, monkeypatch: Any) -> None:
     started, go = threading.Event(), threading.Event()
 
-    def compile_text(text: str, device: int, homes: tuple[int, ...]) -> Any:
+    def compile_text(text: str, *_: Any) -> Any:
         started.set()
         assert go.wait(30)
         raise ValueError(text)

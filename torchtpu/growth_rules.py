@@ -18,8 +18,9 @@ from torchtpu.ops import index, shape
 from torchtpu.ops.registry import LOWERINGS, Lowering
 from torchtpu.runtime import _C
 from torchtpu.runtime.calls import schema_of
-from torchtpu.runtime.growth import FIRST, Call, Changed, Fixed, Roomy, Rule, plain
+from torchtpu.runtime.growth import FIRST, Call, Changed, Roomy, Rule, plain
 from torchtpu.runtime.region import Base, Operand
+from torchtpu.runtime.room import Fixed
 
 _PLACES = "torchtpu::places"  # (self, count, dim): indices of a dimension of which `count` elements count, from 0 on
 
