@@ -6,6 +6,7 @@ Made at the first region or upload; imports jaxlib, makes the client and owns th
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -20,6 +21,7 @@ from . import log
 from .alike import IsStructural
 from .builder import Builder
 from .calls import Entry, Lowerings
+from .clusters import Clusters
 from .compiler import Compiler, Loaded, NotCompiledError
 from .counters import Counters
 from .executor import Executor
@@ -35,6 +37,7 @@ from .manifest import Journal, Outcome, Recorded
 from .memory import Memory, nbytes_of
 from .observe import Observer
 from .padded import Padded, download
+from .parts import ends_of_runs, split
 from .pjrt import Client
 from .plans import Plans
 from .region import Program
@@ -149,7 +152,8 @@ class Engine:
         if grown is not None and known is not None:
             plan.ready(Padded(self.client, self.counters, grown, known))
             return
-        clusters = self.plans.clusters(program) if self._knob("clusters") else None
+        ends = ends_of_runs(program, plan.before.program) if grown is None and plan.before is not None else []
+        clusters = Clusters(split(program, ends), sys.maxsize) if ends else self._clusters(program)
         if clusters and self._journal is not None:
             self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
         ready = RegionForms(self._workshop, program, clusters, device).start()
@@ -169,6 +173,9 @@ class Engine:
             plan.ready(form)
 
         ready.add_done_callback(tell)
+
+    def _clusters(self, program: Program) -> Clusters | None:
+        return self.plans.clusters(program) if self._knob("clusters") else None
 
     def _made_not(self, plan: Any, program: Program, shapes: Iterator[Grown | None], error: BaseException) -> None:
         """Goes on to the next shape where one is not compiled and must not be."""

@@ -14,6 +14,9 @@ from typing import Any
 from .calls import results_of
 from .region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
 
+_FEWEST_TO_SPLIT = 32  # ops; what is shorter is quickly compiled
+_SHORTEST_RUN = 4  # ops that are worth a launch of their own
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -63,6 +66,16 @@ def split(program: Program, ends: Sequence[int]) -> list[Part]:
         )
         parts.append(Part(part, tuple(numbers.inputs), outputs, *(tuple(n) for n in numbers.lifted.values())))
     return parts
+
+
+def ends_of_runs(program: Program, before: Program) -> list[int]:
+    """Where the runs of ops end that are as in another program of the same ops, and those between them; none where that
+    is not worth it."""
+    known = [replace(now, line=then.line) == then for now, then in zip(program.ops, before.ops, strict=True)]
+    runs = [(is_known, len(list(run))) for is_known, run in itertools.groupby(known)]
+    kept = [is_known and count >= _SHORTEST_RUN for is_known, count in runs for _ in range(count)]
+    ends = [place for place, (a, b) in enumerate(itertools.pairwise(kept), 1) if a != b]
+    return ends if len(kept) >= _FEWEST_TO_SPLIT and 2 * sum(kept) >= len(kept) else []
 
 
 def bases_of(program: Program) -> dict[int, Base]:

@@ -244,6 +244,12 @@ STREAM = """
     for i in range(400):
         y = (y * 1.25).sin() if i % 3 else y + 0.5
     print(y.tolist())
+    keys = torch.ones(4, 3, device="tpu")
+    for i in range(40):
+        keys = torch.cat([keys, (y * i)[None]])
+        y = (keys @ y).softmax(0) @ keys
+        if i % 7 == 6:
+            print(f"{y.sum().item():.4f}")
 """
 
 

@@ -177,6 +177,26 @@ def test_two_sizes_that_change_get_no_room() -> None:
     assert same_on_both(loop)[1] == 0
 
 
+def test_where_an_op_has_no_room_the_others_are_shared() -> None:
+    weights = torch.randn(12, 4, 4) / 2
+
+    def loop(device: str) -> list[Tensor]:
+        found, layers = [], weights.to(device)
+        for n in range(3, 13):
+            x = torch.ones(4, 4, device=device)
+            for layer in layers:
+                x = (x @ layer).tanh() * 2 + layer.sin()
+            seen = torch.cat([x, torch.ones(n, 4, device=device)]).mean(0)  # a mean over what grows
+            for layer in layers:
+                x = (x @ layer).tanh() * 2 + seen
+            found.append(x.cpu())
+        return found
+
+    compiled, grown = same_on_both(loop, rtol=1e-4, atol=1e-5)
+    assert grown == 0
+    assert compiled <= 2 + 2 + 8, "all of it for two lengths, then what stays in two parts, and a part for each length"
+
+
 def test_nothing_grows_in_deterministic_mode_or_without_buckets() -> None:
     def loop(device: str) -> list[Tensor]:
         return [torch.ones(n, 5, device=device).exp().sum(0).cpu() for n in range(3, 9)]

@@ -333,7 +333,7 @@ bool may_grow(const Node& now, const Node& then) {
     }
     if (!a->info->grows && !keeps_sizes(*a, *b)) return false;
   }
-  return true;
+  return step != 0;
 }
 
 // The ends of the runs of ops that stay the same from `before` to `now`, and of those between them; none where the
