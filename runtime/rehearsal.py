@@ -6,28 +6,27 @@ is answered with zeros, or refused.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, NamedTuple
 
 import torch
 
 from .calls import results_of
 from .counters import Counters
+from .growth import RuleOf, grow
 from .host_calls import number_of
 from .joint import Collectives, ends_around
 from .manifest import Journal, Outcome
-from .parts import split
+from .parts import ends_of_runs, split
 from .pieces import ordered, split_by_group
 from .region import Base, Program
+from .room import Fixed
 
-_HISTORY = 4096
 _KEPT_BYTES = 1 << 20  # an upload this small is kept: reading it back is no guess
 
 
 class Rehearsed(NamedTuple):
-    """What a plan is given: the program's identity, the arrays it would make, and the tickets of its collectives."""
+    """What a plan is given: the arrays that its program would make, and the tickets of its collectives."""
 
-    identity: str
     outputs: list[Base]
     tickets: list[Any]
 
@@ -43,20 +42,24 @@ class StandIn:
 
 
 class Rehearsal:
-    """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise.
-
-    `history` has the identities of the last programs launched.
-    """
+    """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise."""
 
     def __init__(
-        self, journal: Journal, counters: Counters, line: Any, collectives: Collectives, *, answers: bool
+        self,
+        journal: Journal,
+        counters: Counters,
+        line: Any,
+        collectives: Collectives,
+        rule_of: RuleOf,
+        *,
+        answers: bool,
     ) -> None:
+        self._rule_of = rule_of
         self._collectives = collectives
         self.counters = counters
         self._journal = journal
         self._line = line
         self._answers = answers
-        self.history: deque[str] = deque(maxlen=_HISTORY)
 
     def close(self) -> None:
         """Nothing runs here."""
@@ -67,7 +70,6 @@ class Rehearsal:
         calls = [call for call in program.ops if call.name == name]
         homes = {self._collectives.homes(call) for call in calls}
         self.counters.regions_planned += 1
-        identity = ""
         if len(homes) > 1 and () not in homes:
             pieces = split_by_group(program, lambda op: self._collectives.homes(op) if op.name == name else None)
             for part in split(*ordered(program, pieces)):
@@ -77,19 +79,28 @@ class Rehearsal:
                 if part.program.ops[0].name != name:
                     self._note(part.program)
         else:
-            identity = self._note(program)
-        plan.ready(Rehearsed(identity, _outputs(program), [call.args[1] for call in calls]))
+            for made in self._made_of(program, plan.before):
+                self._note(made)
+        plan.ready(Rehearsed(_outputs(program), [call.args[1] for call in calls]))
 
-    def _note(self, program: Program) -> str:
+    def _made_of(self, program: Program, before: Any) -> list[Program]:
+        """What an engine would make of a program: one with room, or parts, where sizes keep changing."""
+        if before is None:
+            return [program]
+        try:
+            return [grow(program, before.program, self._rule_of).program]
+        except Fixed:
+            ends = ends_of_runs(program, before.program)
+            return [part.program for part in split(program, ends)] if ends else [program]
+
+    def _note(self, program: Program) -> None:
         identity = self._journal.program(program)
         self._journal.outcome(Outcome(identity, "recorded"))
-        return identity
 
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
         self.counters.launches += 1
         rehearsed: Rehearsed = work.executable
-        self.history.append(rehearsed.identity)
         if rehearsed.tickets:
             self._collectives.launch([number_of(ticket, work) for ticket in rehearsed.tickets], lambda: None)
         work.done([StandIn(base) for base in rehearsed.outputs], [])

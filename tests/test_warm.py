@@ -69,6 +69,29 @@ def warm(folder: Path, *words: str, status: int = 0, **more: str) -> dict[str, A
     return found
 
 
+GROWS = """
+import torch
+from torchtpu import metrics
+keys = torch.ones(4, 3, device="tpu")
+for i in range(50):
+    keys = torch.cat([keys, torch.full((1, 3), float(i), device="tpu")])
+    (keys.sin() @ keys[-1]).softmax(0).cpu()
+for n in range(3, 9):
+    x = torch.ones(n, 3, device="tpu")
+    for _ in range(20):
+        x = (x * 2).tanh() + x.std(0)
+    x.cpu()
+print("compiled", metrics.snapshot()["programs_compiled"])
+"""
+
+
+@pytest.mark.parametrize("reads", ["run", "standin"])
+def test_programs_with_room_are_warmed(folder: Path, reads: str) -> None:
+    (folder / "train.py").write_text(GROWS)
+    warm(folder, f"--reads={reads}", "--", sys.executable, str(folder / "train.py"))
+    assert train(folder) == "compiled 0"
+
+
 def train(folder: Path, lr: float = 0.1, steps: int = 5, every: int = 2, **more: str) -> str:
     command = [sys.executable, str(folder / "train.py"), str(lr), str(steps), str(every)]
     done = subprocess.run(command, cwd="/", env=environment(folder, **more), capture_output=True, text=True, check=True)

@@ -11,6 +11,7 @@ import functools
 import os
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.counters import Counters
 from torchtpu.runtime.fleet import Fleet
+from torchtpu.runtime.growth import Rule
 from torchtpu.runtime.observe import Observer
 
 _GOOGLE = "0x1ae0"
@@ -315,10 +317,12 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
     journal = Journal(config.get("journal")) if config.get("journal") else None
     if journal is not None:
         atexit.register(lambda: journal.note(fallbacks=fallback.cpu_fallback_counts()))
+    rule_of = functools.partial(_rule_of, lazy.served)
     if config.get("reads") != "run":
         if journal is None:
             raise RuntimeError("TORCHTPU_READS is for `torchtpu warm`, which collects programs: use its option --reads")
-        return Rehearsal(journal, lazy.counters, _C.current_line, collectives, answers=config.get("reads") == "standin")
+        answers = config.get("reads") == "standin"
+        return Rehearsal(journal, lazy.counters, _C.current_line, collectives, rule_of, answers=answers)
     lazy.recompilations = Recompilations()
     return Engine(
         platform=platform(),
@@ -337,9 +341,14 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         planned=lazy.recompilations.note,
         collectives=collectives,
         is_structural=_is_structural,
-        rule_of=lambda name: growth_rules.rule_of(lazy.served.get(name, name)),
+        rule_of=rule_of,
         fleet=fleet,
     )
+
+
+def _rule_of(served: Mapping[str, str], name: str) -> Rule | None:
+    """What becomes of an op, by its recorded name, where sizes grow."""
+    return growth_rules.rule_of(served.get(name, name))
 
 
 def _is_structural(op: str, argument: str, value: float) -> bool:
