@@ -19,7 +19,7 @@ from .region import Base, Lifted, Op, Operand, Program, Result, Write
 from .room import Fixed, Room, axis_of, length_of, room_for, row_major, with_room
 
 FIRST = "torchtpu::first"  # (self, count, dim, fill): `fill` in place of what follows the first `count` elements
-
+_LEAST_BUCKET = 8  # sizes of a compiled graph are powers of two from here on
 
 Rule = Callable[["Call"], None]
 RuleOf = Callable[[str], Rule | None]  # by the recorded name of an op
@@ -349,8 +349,8 @@ class _Grower:
         if not largest:
             raise Fixed("no size changes")
         size, earlier = max(largest), max(largest) - self._step
-        if size & (size - 1) == 0 and earlier & (earlier - 1) == 0:
-            raise Fixed("sizes that are rooms already")
+        if min(size, earlier) >= _LEAST_BUCKET and size & (size - 1) == 0 and earlier & (earlier - 1) == 0:
+            raise Fixed("sizes that are buckets already")
         room = min([room_for(size), *most])
         if room < size:
             raise Fixed("there is no room")
