@@ -40,6 +40,7 @@ class Case(NamedTuple):
 # Ratios that a case may have to torch's CPU and to jax.
 LIMITS: dict[str, tuple[float | None, float | None]] = {
     "mix of 150 ops, 262144 elements": (None, 0.12),
+    "chain of 300 ops, 262144 elements": (1.0, 1.0),
     "conv 3x3, 512 channels, 2x2": (1.3, 0.05),
     "conv 3x3, 512 channels, 2x2, image gradient": (1.3, 0.05),
     "max pool and its gradient": (1.0, 0.7),
@@ -49,6 +50,17 @@ _SECONDS = 3.0  # after which a case is not run again, once it has run three tim
 
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype("float32")
+
+
+def chain(tanh: Function) -> Function:
+    """Each op reads the one before it."""
+
+    def function(x: Any) -> Any:
+        for _ in range(100):
+            x = tanh(x * 0.9) + 0.1
+        return x
+
+    return function
 
 
 def mix(tanh: Function) -> Function:
@@ -117,7 +129,10 @@ def attention_by_jax(q: Any, k: Any, v: Any) -> Any:
 def make_cases() -> dict[str, Case]:
     wide, line = normal(1024, 1024), np.random.default_rng(0).permutation(65536).astype("float32")
     values = tuple(normal(262144) + k for k in range(4))
-    cases = {"mix of 150 ops, 262144 elements": Case(mix(torch.tanh), mix(jnp.tanh), values)}
+    cases = {
+        "mix of 150 ops, 262144 elements": Case(mix(torch.tanh), mix(jnp.tanh), values),
+        "chain of 300 ops, 262144 elements": Case(chain(torch.tanh), chain(jnp.tanh), values[:1]),
+    }
     shapes = {
         "7x7 stride 2, 3 to 64 channels, 64x64": (3, 64, 64, 7, 2, 3),
         "3x3, 64 channels, 16x16": (64, 64, 16, 3, 1, 1),

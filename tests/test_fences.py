@@ -72,3 +72,13 @@ def test_other_platforms_store_nothing(engine: Engine) -> None:
     assert "inlineable" in text_of(engine, mix(30, 100_000))
     engine.fragments.platform = "tpu"
     assert "inlineable" not in text_of(engine, mix(30, 100_000))
+
+
+@pytest.mark.parametrize(("elements", "stored"), [(64, 0), (100_000, 6)])
+def test_a_long_chain_on_many_elements_is_several_loops(engine: Engine, elements: int, stored: int) -> None:
+    record = Record()
+    x = made = record.input(torch.ones(elements))
+    with record:
+        for _ in range(60):
+            made = torch.tanh(made) * x
+    assert text_of(engine, record.program(made)).count("inlineable") == stored
