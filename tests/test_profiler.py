@@ -177,7 +177,8 @@ def test_a_snapshot_is_what_memory_viz_reads(tmp_path: Path) -> None:
     (mine,) = [b for b in blocks if b["requested_size"] == 4000]
     assert mine["frames"][0]["filename"] == __file__
     assert mine["frames"][0]["name"] == "aten::mul.Tensor"
-    assert "upload" in {b["frames"][0]["name"] for b in blocks if b["requested_size"] == 24}
+    # Another array of this size may be older than the record: it has no frames.
+    assert "upload" in {frame["name"] for b in blocks if b["requested_size"] == 24 for frame in b["frames"][:1]}
     actions = [e["action"] for e in snapshot["device_traces"][0]]
     assert actions.count("alloc") >= 3
     assert actions.count("free_completed") >= 1
