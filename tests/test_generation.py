@@ -58,7 +58,7 @@ def test_a_decoding_loop_with_a_static_cache_compiles_nothing_after_two_tokens(i
     assert sum(compiled[2:]) == 0
 
 
-def test_generate_with_a_static_cache_compiles_two_small_programs_for_a_new_length() -> None:
+def test_generate_with_a_static_cache_compiles_a_few_small_programs_for_all_lengths() -> None:
     """Its tokens, positions and masks grow by `torch.cat`; the model that gets the last of each is compiled once."""
     counts: list[int] = []
 
@@ -84,7 +84,7 @@ def test_generate_with_a_static_cache_compiles_two_small_programs_for_a_new_leng
     assert generate(model, "tpu") == expected
     later = [after - before for before, after in pairwise(counts[4:])]
     assert len(later) == TOKENS - 5
-    assert max(later) <= 2
+    assert sum(later) <= 6
     torch.tpu.synchronize()
     metrics.reset()
     assert generate(model, "tpu") == expected
