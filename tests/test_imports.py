@@ -104,18 +104,17 @@ def test_each_op_is_lowered_in_one_place() -> None:
 
 
 @pytest.mark.parametrize("path", PYTHON + SCRIPTS, ids=name_of)
-def test_a_python_file_says_what_it_does_and_stays_short(path: Path) -> None:
+def test_a_python_file_says_what_it_is_for(path: Path) -> None:
     text = path.read_text()
     if not text.strip():
         return
-    assert ast.get_docstring(ast.parse(text)), "the first line says what comes in and what goes out"
-    assert path in SCRIPTS or text.count("\n") <= 450, "a file this long holds two things"
+    assert ast.get_docstring(ast.parse(text)), "the first line says what the file is for"
     assert not OPEN_END.search(text), "an open end belongs in docs/known_gaps.md"
 
 
 @pytest.mark.parametrize("path", CPP, ids=name_of)
-def test_a_cpp_file_says_what_it_does(path: Path) -> None:
+def test_a_cpp_file_says_what_it_is_for(path: Path) -> None:
     text = path.read_text()
     said_in_header = text.startswith(f'#include "{path.stem}.h"')
-    assert text.startswith("//") or said_in_header, "the first line says what comes in and what goes out"
+    assert text.startswith("//") or said_in_header, "the first line says what the file is for"
     assert not OPEN_END.search(text), "an open end belongs in docs/known_gaps.md"
