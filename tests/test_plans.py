@@ -23,10 +23,12 @@ from script import run_script
 
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.ops.registry import Context, Lowering
-from torchtpu.runtime import clusters, fingerprint, plans
+from torchtpu.runtime.compile import plan_cache as plans
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.parts import operands
-from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.values import operands
+from torchtpu.runtime.lowering import fingerprint
+from torchtpu.runtime.partition import clusters
 
 
 def recorded() -> Program:

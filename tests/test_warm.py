@@ -401,8 +401,8 @@ import importlib.abc, os, sys
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 os.cpu_count = lambda: 96
 from torchtpu.compiler_cache import target
-import torchtpu.runtime.pjrt
-torchtpu.runtime.pjrt.host_cpu_features = lambda: ("x86_64", "sse2")
+import torchtpu.runtime.device.client
+torchtpu.runtime.device.client.host_cpu_features = lambda: ("x86_64", "sse2")
 import runpy
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
