@@ -131,7 +131,8 @@ def test_blocks_drop_in_the_backward_pass_what_they_dropped_before() -> None:
 COMPILE = """
 import json, sys
 import jax, jax.numpy as jnp
-from torchtpu.ops import Context, attention, attention_flash
+from torchtpu.ops import Context
+from torchtpu.ops.attention import attention, attention_flash
 from torchtpu.runtime.compile.aot import AotClient
 
 client = AotClient(sys.argv[1])

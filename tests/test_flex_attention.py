@@ -366,7 +366,7 @@ def test_long_sequences_have_the_formulas_numbers() -> None:
 COMPILE = """
 import json, sys
 import jax, jax.numpy as jnp, torch
-from torchtpu import flex
+from torchtpu.compile import flex
 from torchtpu.ops import Context
 from torchtpu.ops.attention.flex_attention import backward, forward
 from torchtpu.ops.attention.flex_mods import Mod
