@@ -6,13 +6,11 @@ import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtpu.diagnostics.differences import first_difference, nearest
+from torchtpu.diagnostics.listener import Build, Listener, Run
 from torchtpu.runtime.device.sizes import nbytes_of, show_bytes
-
-if TYPE_CHECKING:
-    from torchtpu.diagnostics.session import Build, Listener, Run
 
 _MAX_HOLDERS = 20
 _MAX_BARS = 5000  # per thread of the timeline
