@@ -5,6 +5,7 @@ Made at the first region or upload; imports jaxlib, makes the client and owns th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -164,15 +165,16 @@ class Engine:
         self._planned(program)
 
         def tell(made: Future[Any]) -> None:
-            error = made.exception()
-            if error is not None:
-                self._made_not(plan, recorded, shapes, error)
-                return
-            form = made.result()
-            if grown is not None:
-                self._rooms[program, device] = form
-                form = Padded(self.client, self.counters, grown, form)
-            plan.ready(form)
+            with _settling(plan):
+                error = made.exception()
+                if error is not None:
+                    self._made_not(plan, recorded, shapes, error)
+                    return
+                form = made.result()
+                if grown is not None:
+                    self._rooms[program, device] = form
+                    form = Padded(self.client, self.counters, grown, form)
+                plan.ready(form)
 
         ready.add_done_callback(tell)
 
@@ -182,14 +184,12 @@ class Engine:
     def _made_not(self, plan: Any, program: Program, shapes: Iterator[Grown | None], error: BaseException) -> None:
         """Goes on to the next shape where one is not compiled and must not be."""
         failure = _explained(error, plan)
-        if isinstance(error.__cause__, NotCompiledError):
-            try:
-                self._make(plan, program, shapes)
-            except StopIteration:
-                plan.failed(failure)
-            except Exception as other:  # noqa: BLE001 -- whoever reads the region's values raises it
-                plan.failed(_unlowered(other, plan.line, plan.run))
-        else:
+        if not isinstance(error.__cause__, NotCompiledError):
+            plan.failed(failure)
+            return
+        try:
+            self._make(plan, program, shapes)
+        except StopIteration:
             plan.failed(failure)
 
     def _shapes(self, program: Program, before: Any, device: int) -> Iterator[Grown | None]:
@@ -260,6 +260,15 @@ class Engine:
     def device_name(self, device: int) -> str:
         """What the platform calls the device."""
         return self.client.device_name(device)
+
+
+@contextlib.contextmanager
+def _settling(plan: Any) -> Iterator[None]:
+    """What is raised inside, where nobody would see it, is the plan's failure: its readers wait for either answer."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
+        plan.failed(_unlowered(error, plan.line, plan.run))
 
 
 def _unlowered(error: Exception, line: str, run: str) -> Exception:

@@ -7,6 +7,7 @@
 #include "bind/bridge.h"
 #include "bind/process_group.h"
 #include "device/device.h"
+#include "device/gil.h"
 #include "launch/queue.h"
 #include "launch/read.h"
 #include "region/program.h"
@@ -179,21 +180,19 @@ py::object dump(int device) {
   Recorder& r = recorder_for(static_cast<c10::DeviceIndex>(device));
   std::vector<BaseRef> inputs;
   std::vector<int32_t> outputs;
-  std::shared_ptr<Trie> trie;
-  const Node* at;
+  std::optional<HeldNode> held;
   {
     StateGuard guard(state_lock);
     if (r.is_empty()) return py::none();
-    trie = r.trie;
-    at = r.at;
+    held.emplace(r.trie, r.at);
     for (const auto& input : r.inputs) inputs.push_back(input->base);
-    for (int32_t value = 0; value < at->next_value; value++) {
+    for (int32_t value = 0; value < r.at->next_value; value++) {
       if (r.live[value]) outputs.push_back(value);
     }
   }
-  const Node* first = at;
+  const Node* first = *held;
   while (first->parent->info) first = first->parent;
-  return make_program(at, inputs, outputs, {}, first->line);
+  return make_program(*held, inputs, outputs, {}, first->line);
 }
 
 void bind_engine_types(py::module& m) {
@@ -263,7 +262,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cut", [](const std::string& reason) {
     static auto* reasons = new std::unordered_map<std::string, std::string>();
     const char* kept = reasons->try_emplace(reason, reason).first->second.c_str();
-    py::gil_scoped_release release;
+    ReleaseGil release;
     bool any = false;
     for (c10::DeviceIndex device = 0; device < device_count(); device++)
       any |= cut(recorder_for(device), kept) != nullptr;

@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "device/gil.h"
 #include "launch/queue.h"
 
 namespace torchtpu {
@@ -50,11 +51,21 @@ auto guarded(F&& call) {
   }
 }
 
-bool is_library_file(const char* path) {
+// A path as tracebacks show it, which is text wherever it goes: bytes that are not UTF-8 are backslash escapes.
+std::string shown(PyObject* path) {
+  if (const char* text = PyUnicode_AsUTF8(path)) return text;
+  PyErr_Clear();
+  auto bytes = py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(path, "utf-8", "backslashreplace"));
+  if (bytes) return bytes;
+  PyErr_Clear();
+  return "?";
+}
+
+bool is_library_path(const char* path) {
   static const std::vector<std::string>* roots = [] {
     auto* found = new std::vector<std::string>();
     for (const char* name : {"torch", "torchtpu", "torchtpu.runtime"}) {
-      auto file = py::module_::import(name).attr("__file__").cast<std::string>();
+      std::string file = shown(py::module_::import(name).attr("__file__").ptr());
       found->push_back(file.substr(0, file.rfind('/') + 1));
     }
     return found;
@@ -64,6 +75,13 @@ bool is_library_file(const char* path) {
     if (strncmp(path, root.c_str(), root.size()) == 0) return true;
   }
   return false;
+}
+
+bool is_library_file(PyObject* path) {
+  const char* text = PyUnicode_AsUTF8(path);
+  if (text) return is_library_path(text);
+  PyErr_Clear();
+  return is_library_path(shown(path).c_str());
 }
 
 }  // namespace
@@ -88,7 +106,7 @@ void throw_python_error() {
 
 // Each reader gets its own copy: a traceback keeps the reader's frame, and with it the failed value, alive.
 void raise_stored(PyObject* error) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   auto stored = py::reinterpret_borrow<py::object>(error);
   py::object copy;
   try {
@@ -114,19 +132,18 @@ CodePlace::CodePlace(PyObject* frame) {
 CodePlace::~CodePlace() { defer_decref(code_); }
 
 std::string CodePlace::line() const {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   auto* code = reinterpret_cast<PyCodeObject*>(code_);
-  return PyUnicode_AsUTF8(code->co_filename) + (":" + std::to_string(PyCode_Addr2Line(code, instruction_)));
+  return shown(code->co_filename) + (":" + std::to_string(PyCode_Addr2Line(code, instruction_)));
 }
 
 std::shared_ptr<CodePlace> current_place() {
   if (!Py_IsInitialized() || (replayed_line && !replayed_line->empty())) return nullptr;
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   auto* frame = reinterpret_cast<PyFrameObject*>(Py_XNewRef(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    const char* file = PyUnicode_AsUTF8(code->co_filename);
-    bool is_users = file && !is_library_file(file);
+    bool is_users = !is_library_file(code->co_filename);
     Py_DECREF(code);
     if (is_users) return std::make_shared<CodePlace>(reinterpret_cast<PyObject*>(frame));
     PyFrameObject* caller = PyFrame_GetBack(frame);
@@ -143,7 +160,7 @@ std::string current_line() {
 }
 
 void infer_in_python(const OpInfo& info, Stack* stack) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   guarded([&] {
     py::list args;
     for (size_t i = 0; i < stack->size(); i++) {
@@ -165,33 +182,33 @@ void infer_in_python(const OpInfo& info, Stack* stack) {
 
 void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype, int64_t nbytes) {
   std::string line = current_line();
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   py::object shown = dtype ? py::cast(*dtype) : py::object(py::none());
   guarded([&] { engine().attr("fallback")(op, shown, line, nbytes); });
 }
 
 at::Tensor download(PyObject* object) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   return guarded([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
 }
 
 PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   return guarded([&] { return engine().attr("upload")(host, static_cast<int>(device)).release().ptr(); });
 }
 
 void resolve_guard(PyObject* guard) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   guarded([&] { engine().attr("resolve")(py::handle(guard)); });
 }
 
 bool has_passed(PyObject* guard) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   return guarded([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
 }
 
 void report_read(const std::string& line, double started, double seconds, int64_t nbytes) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   guarded([&] { engine().attr("was_read")(line, started, seconds, nbytes); });
 }
 
@@ -200,7 +217,7 @@ void report_waiting(const std::string& what, double seconds) {
 }
 
 void finish_device(c10::DeviceIndex device) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
 }
 

@@ -260,12 +260,14 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
   auto& s = static_cast<TpuStorage&>(storage);
   auto old = static_cast<size_t>(s.nbytes());
   if (old == nbytes) return;
-  if (old == 0 || nbytes == 0 || !s.base) {
+  {
     StateGuard guard(state_lock);
-    s.set_buffer({});
-    s.base.reset();
-    s.set_nbytes(nbytes);
-    return;
+    if (old == 0 || nbytes == 0 || !s.base) {
+      s.set_buffer({});
+      s.base.reset();
+      s.set_size(nbytes);
+      return;
+    }
   }
   // Kept bytes move through the storage's own flat view into a new value.
   Tensor flat = flat_view(s);
@@ -276,7 +278,8 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
   if (kept < length) grown.zero_();
   grown.narrow(0, 0, kept).copy_(flat.narrow(0, 0, kept));
   move_value(storage_of(grown), &s);
-  s.set_nbytes(nbytes);
+  StateGuard guard(state_lock);
+  s.set_size(nbytes);
 }
 
 void run_unrecorded(const c10::OperatorHandle& op, Stack* stack) {

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "bind/bridge.h"
+#include "device/gil.h"
 #include "launch/handover.h"
 
 namespace torchtpu {
@@ -43,6 +44,40 @@ struct Queue {
 };
 Queue* queue = new Queue();
 
+// What has been cut and planned since the queue looked last; under state_lock.
+struct Arrivals {
+  std::vector<WorkRef> works;  // in the order of their cuts
+  std::vector<std::shared_ptr<Plan>> plans;
+};
+Arrivals* arrivals = new Arrivals();
+
+// Holds queue->mutex; what has arrived is in the queue.
+class QueueLock {
+ public:
+  QueueLock() {
+    assert_no_spin_lock();
+    lock_.lock();
+    if (!has_arrivals.load(std::memory_order_relaxed)) return;
+    Arrivals arrived;
+    {
+      StateGuard guard(state_lock);
+      std::swap(arrived, *arrivals);
+      has_arrivals.store(false, std::memory_order_relaxed);
+    }
+    for (auto& work : arrived.works) {
+      work->sequence = queue->next_sequence++;
+      queue->works.push_back(std::move(work));
+    }
+    if (arrived.plans.empty()) return;
+    std::move(arrived.plans.begin(), arrived.plans.end(), std::back_inserter(queue->plans));
+    queue->to_plan.notify_one();
+  }
+  operator std::unique_lock<std::mutex>&() { return lock_; }
+
+ private:
+  std::unique_lock<std::mutex> lock_{queue->mutex, std::defer_lock};
+};
+
 std::atomic<int> num_asleep{0};
 
 // How long a cut region waits for company before it is launched; one that somebody waits for does not.  Each time that
@@ -61,13 +96,13 @@ void wait_until(Ready&& ready, Describe&& describe) {
   double next_log = kFirstLogSeconds;
   for (;;) {
     auto step = [&] {
-      std::unique_lock<std::mutex> lock(queue->mutex);
+      QueueLock lock;
       return queue->changed.wait_for(lock, kLookEvery, ready);
     };
     bool has_gil = Py_IsInitialized() && PyGILState_Check();
     bool done;
     if (has_gil) {
-      py::gil_scoped_release release;
+      ReleaseGil release;
       done = step();
       check_running();
     } else {
@@ -75,7 +110,7 @@ void wait_until(Ready&& ready, Describe&& describe) {
       check_running();
     }
     if (done) return;
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     if (PyErr_CheckSignals() != 0) throw_python_error();
     double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (waited < next_log) continue;
@@ -93,14 +128,14 @@ std::string describe_work(const Work& work) {
 
 // What the queue stands at.
 std::string describe_front() {
-  std::lock_guard<std::mutex> lock(queue->mutex);
+  QueueLock lock;
   return queue->works.empty() ? "the device to finish" : describe_work(*queue->works.front());
 }
 
 // The queued region that makes this value.
 std::string describe_maker(const BufferRef& buffer) {
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     for (const auto& work : queue->works) {
       for (const auto& output : work->outputs) {
         if (output == buffer) return describe_work(*work);
@@ -124,7 +159,7 @@ bool is_launchable(const Work& work) { return !work.plan || work.plan->state != 
 void finish(Work& work) {
   for (auto& input : work.inputs) input.reset();
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     work.is_done = true;
     queue->next_done = work.sequence + 1;
   }
@@ -140,7 +175,7 @@ void await_readers(const Work& work) {
     return false;
   };
   if (!is_read()) return;
-  py::gil_scoped_release release;
+  ReleaseGil release;
   while (is_read()) std::this_thread::yield();
 }
 
@@ -158,7 +193,7 @@ void run(Work& work, const WorkRef& ref) {
 void launch_work(const WorkRef& work) {
   double started;
   {
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     if (work->plan) await_readers(*work);
     drain_decrefs();
     started = seconds_now();
@@ -177,7 +212,7 @@ void launch_work(const WorkRef& work) {
 bool launch_front(bool must_be_quick) {
   WorkRef work;
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return false;
     work = queue->works.front();
     if (must_be_quick && !(work->plan && work->plan->is_quick)) return false;
@@ -188,12 +223,12 @@ bool launch_front(bool must_be_quick) {
 }
 
 void launch_loop() {
-  py::gil_scoped_acquire thread_state;  // kept for the thread's life: acquiring again is then cheap
-  py::gil_scoped_release idle;
+  AcquireGil thread_state;  // kept for the thread's life: acquiring again is then cheap
+  ReleaseGil idle;
   for (;;) {
     bool is_urgent;
     {
-      std::unique_lock<std::mutex> lock(queue->mutex);
+      QueueLock lock;
       queue->to_launch.wait(lock, [] {
         bool can_launch = !queue->works.empty() && is_launchable(*queue->works.front());
         queue->is_idle = !can_launch;
@@ -205,7 +240,7 @@ void launch_loop() {
     }
     std::lock_guard<std::mutex> order(queue->order);
     if (!is_urgent) await_gil();
-    py::gil_scoped_acquire gil;  // once for all that wait
+    AcquireGil gil;  // once for all that wait
     took_gil();
     while (launch_front(/*must_be_quick=*/false)) {
     }
@@ -213,18 +248,18 @@ void launch_loop() {
 }
 
 void plan_loop() {
-  py::gil_scoped_acquire thread_state;
-  py::gil_scoped_release idle;
+  AcquireGil thread_state;
+  ReleaseGil idle;
   for (;;) {
     std::shared_ptr<Plan> next;
     {
-      std::unique_lock<std::mutex> lock(queue->mutex);
+      QueueLock lock;
       queue->to_plan.wait(lock, [] { return queue->is_stopping || !queue->plans.empty(); });
       if (queue->is_stopping) return;
       next = queue->plans.front();
       queue->plans.pop_front();
     }
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     plan(next);
   }
 }
@@ -233,20 +268,17 @@ void plan_loop() {
 [[maybe_unused]] const bool fork_handlers = [] {
   pthread_atfork(
       [] {
-        state_lock.lock();
         queue->mutex.lock();
-        decref_lock.lock();
+        lock_all_spin_locks();
       },
       [] {
-        decref_lock.unlock();
+        unlock_all_spin_locks();
         queue->mutex.unlock();
-        state_lock.unlock();
       },
       [] {
         process = Process::kForked;
-        decref_lock.unlock();
+        unlock_all_spin_locks();
         queue->mutex.unlock();
-        state_lock.unlock();
       });
   return true;
 }();
@@ -255,13 +287,14 @@ void plan_loop() {
 
 std::atomic<Process> process{Process::kRuns};
 std::atomic<int> num_reading{0};
+std::atomic<bool> has_arrivals{false};
 
 void refuse_or_sleep() {
   TORCH_CHECK(process != Process::kForked,
               "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
               "'spawn' start method");
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     if (queue->stopper == std::this_thread::get_id()) return;
   }
   if (PyGILState_Check()) PyEval_SaveThread();
@@ -275,25 +308,23 @@ Plan::~Plan() {
 }
 
 void enqueue_plan(std::shared_ptr<Plan> plan) {
-  {
-    std::lock_guard<std::mutex> lock(queue->mutex);
-    queue->plans.push_back(std::move(plan));
-  }
-  queue->to_plan.notify_one();
+  state_lock.assert_held();
+  arrivals->plans.push_back(std::move(plan));
+  has_arrivals.store(true, std::memory_order_relaxed);
 }
 
 void enqueue(WorkRef work) {
+  state_lock.assert_held();
   work->cut_at = seconds_now();
-  std::lock_guard<std::mutex> lock(queue->mutex);
-  work->sequence = queue->next_sequence++;
-  queue->works.push_back(std::move(work));
+  arrivals->works.push_back(std::move(work));
+  has_arrivals.store(true, std::memory_order_relaxed);
 }
 
 void wake_launcher() {
   check_running();
   bool is_idle;
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     start_threads();
     is_idle = std::exchange(queue->is_idle, false);
   }
@@ -303,7 +334,7 @@ void wake_launcher() {
 void hurry_launcher() {
   check_running();
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     start_threads();
     queue->is_urgent = true;
   }
@@ -312,7 +343,7 @@ void hurry_launcher() {
 }
 
 int64_t queue_length() {
-  std::lock_guard<std::mutex> lock(queue->mutex);
+  QueueLock lock;
   return static_cast<int64_t>(queue->next_sequence - queue->next_done);
 }
 
@@ -336,7 +367,7 @@ void wait_ready(const BufferRef& buffer) {
     }
   };
   if (PyGILState_Check()) {
-    py::gil_scoped_release release;
+    ReleaseGil release;
     launch_here();
   } else {
     launch_here();
@@ -355,7 +386,7 @@ void wait_done(const WorkRef& work) {
 void wait_all() {
   uint64_t last;
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     last = queue->next_sequence;
   }
   if (queue_length() == 0) return;
@@ -368,7 +399,7 @@ void wait_all() {
 namespace {
 void notify() {
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
   }
   queue->to_launch.notify_one();
   queue->changed.notify_all();
@@ -410,7 +441,7 @@ void await_sleep(int others) {
 
 void shutdown() {
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     queue->is_stopping = true;
     queue->stopper = std::this_thread::get_id();
   }
@@ -419,7 +450,7 @@ void shutdown() {
   queue->to_launch.notify_one();
   queue->to_plan.notify_one();
   queue->changed.notify_all();
-  py::gil_scoped_release release;
+  ReleaseGil release;
   for (auto& thread : queue->threads) thread.join();
   queue->threads.clear();
   await_sleep(others);
