@@ -19,6 +19,7 @@ from torchtpu.compiler_cache import Key, Store
 
 from . import log
 from .builder import Build, Builder
+from .checked import items, parsed, text
 from .clusters import Clusters
 from .compiler import Compiler, Loaded, NotCompiledError
 from .counters import Counters
@@ -180,8 +181,7 @@ class RegionForms:
             return None
         digests = " ".join(plan.key.digest for plan in usual)
         self._key = Key.of("form", {"programs": digests, "variants": repr(self._variants)})
-        data = shop.store.get(self._key)
-        words: Words | None = None if data is None else tuple(json.loads(data))
+        words = shop.store.load(self._key, lambda data: tuple(map(text, items(parsed(data)))))
         return words if words is None or set(rungs).issuperset(words) else None
 
     # what is compiled

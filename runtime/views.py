@@ -196,9 +196,7 @@ def _read(lines: Lines, array: Value, sizes: Shape, strides: Shape, offset: int)
 
 
 def _slice(lines: Lines, value: Value, ranges: Sequence[Range]) -> Value:
-    return lines.slice(
-        value, [r.start for r in ranges], [r.start + r.extent for r in ranges], [r.step for r in ranges]
-    )
+    return lines.slice(value, [r.start for r in ranges], [r.start + r.extent for r in ranges], [r.step for r in ranges])
 
 
 def _read_box(lines: Lines, array: Value, box: Box, sizes: Shape) -> Value:

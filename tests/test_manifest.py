@@ -41,8 +41,9 @@ ARGUMENTS = (
     (OPERAND, (1, 2.5), ()),
 )
 RESULT = Result(0, (2,), (1,), torch.int64, Base((2,), torch.int64))
+RESULTS = (RESULT, None, (replace(RESULT, value=2), None))
 WRITE = Write(0, None, 1, (2, 3), (3, 1), 0, torch.float32, BASE, replaces=True)
-OP = Op("add_.Tensor", ARGUMENTS, (RESULT, None, (RESULT, None)), (WRITE,), "train.py:3")
+OP = Op("add_.Tensor", ARGUMENTS, RESULTS, (WRITE,), "train.py:3")
 PROGRAM = Program((OP,), (BASE,), (0, 1), (0,), 3, 3, "train.py:9")
 
 
