@@ -23,10 +23,12 @@ from script import run_script
 
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.ops.registry import Context, Lowering
-from torchtpu.runtime import clusters, fingerprint, plans
+from torchtpu.runtime.compile import plan_cache as plans
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.parts import operands
-from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.values import operands
+from torchtpu.runtime.lowering import fingerprint
+from torchtpu.runtime.partition import clusters
 
 
 def recorded() -> Program:
@@ -179,6 +181,43 @@ def test_that_a_program_has_no_clusters_is_kept(
     monkeypatch.setattr(plans, "search", lambda *_: pytest.fail("it was searched again"))
     assert again.plans.clusters(recorded()) is None
     again.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"program": "sha256:1"},
+        {"kinds": ["f" * 100_000]},
+        {"sources": [2**70]},
+        {"checks": [["message", "os", "system", 0, "0"]]},
+        {"checks": [["message", "this", "Error", 0, "0"]]},
+        {"offsets": [[99, [[1, 0, 1]]]]},
+        {"calls_lapack": float("inf")},
+        {"more": 1},
+        None,
+    ],
+)
+def test_a_plan_that_says_what_none_can_is_a_miss(
+    tmp_path: Path, engine: Engine, change: dict[str, Any] | None
+) -> None:
+    store, program = DirectoryStore(tmp_path), recorded()
+    made = engine.plans.find(program, is_flat=False)
+    changed = 0
+    for file in list(store.entries()):
+        entry = file.read()
+        payload = json.dumps(json.loads(entry.payload) | change).encode() if change else b"[" * 100_000
+        if entry.key.kind == "plan" or change is None:
+            changed += store.put(entry.key, payload)
+    fresh = test_engine.make_engine(store=store)
+    try:
+        assert facts(fresh.plans.find(program, is_flat=False)) == facts(made)
+        assert fresh.counters.plan_hits_disk == 0
+        assert store.stats().discarded == changed
+        fresh.plans.find(program, is_flat=False)
+        assert fresh.counters.plan_hits_disk == 1
+    finally:
+        fresh.close()
+    assert "this" not in sys.modules
 
 
 def test_an_error_of_a_check_names_the_line_of_this_run(engine: Engine) -> None:
@@ -346,7 +385,8 @@ def test_what_was_patched_into_a_module_counts(load: Callable[[str], ModuleType]
 PRINT = """
 import json, sys
 from torchtpu import ops
-from torchtpu.runtime import clusters, fingerprint, plans
+from torchtpu.runtime.compile import plan_cache as plans
+from torchtpu.runtime.lowering import fingerprint
 ops.load()
 found = {name: fingerprint.of_function(entry.function, ops.Context) for name, entry in ops.LOWERINGS.items()}
 if sys.argv[1] == "later":  # what ran in between changes nothing
