@@ -20,6 +20,7 @@ from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.execute.autotuner import Ladder, Words
 from torchtpu.runtime.execute.executor import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
+from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition.clusters import Clusters
 from torchtpu.runtime.telemetry import log
@@ -181,8 +182,7 @@ class RegionForms:
             return None
         digests = " ".join(plan.key.digest for plan in usual)
         self._key = Key.of("form", {"programs": digests, "variants": repr(self._variants)})
-        data = shop.store.get(self._key)
-        words: Words | None = None if data is None else tuple(json.loads(data))
+        words = shop.store.load(self._key, lambda data: tuple(map(text, items(parsed(data)))))
         return words if words is None or set(rungs).issuperset(words) else None
 
     # what is compiled
