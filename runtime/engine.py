@@ -120,6 +120,7 @@ class Engine:
         # What runs a program with room, while some length of it is known.
         self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.launch
+        self.is_prompt = self._executor.is_prompt
 
     def close(self) -> None:
         """Ends the compile threads: what is queued is dropped, what is compiling is waited for, not for ever."""

@@ -56,7 +56,7 @@ class LazyEngine:
             with self._lock:
                 if self._engine is None:
                     engine = _make_engine(self, fleet)
-                    for name in ("plan", "launch", "upload", "download", "resolve", "finish", "waiting"):
+                    for name in ("plan", "is_prompt", "launch", "upload", "download", "resolve", "finish", "waiting"):
                         setattr(self, name, getattr(engine, name))  # from now on the recorder calls it directly
                     self._engine = engine
         return self._engine
@@ -92,6 +92,9 @@ class LazyEngine:
             plan.failed(error)
         else:
             engine.plan(plan)
+
+    def is_prompt(self, work: Any) -> bool:
+        return False
 
     def launch(self, work: Any) -> None:
         self.start().launch(work)

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "queue.h"
+#include "signals.h"
 
 namespace torchtpu {
 
@@ -38,9 +39,9 @@ class NoTracing {
   py::object before_;
 };
 
-// Runs `call` and turns a Python exception into one that torch's bindings restore.
+// Runs `call`, which may wait, and turns a Python exception into one that torch's bindings restore.
 template <class F>
-auto guarded(F&& call) {
+auto interruptible(F&& call) {
   try {
     NoTracing scope;
     return call();
@@ -48,6 +49,13 @@ auto guarded(F&& call) {
     e.restore();
     throw_python_error();
   }
+}
+
+// The same for what does not wait: signal handlers do.
+template <class F>
+auto guarded(F&& call) {
+  SignalsDeferred deferred;
+  return interruptible(std::forward<F>(call));
 }
 
 bool is_library_file(const char* path) {
@@ -71,6 +79,7 @@ bool is_library_file(const char* path) {
 std::atomic<bool> reads_are_observed{false};
 
 void set_engine(PyObject* engine) {
+  set_main_thread();
   Py_INCREF(engine);
   Py_XDECREF(std::exchange(engine_object, engine));
 }
@@ -89,6 +98,7 @@ void throw_python_error() {
 // Each reader gets its own copy: a traceback keeps the reader's frame, and with it the failed value, alive.
 void raise_stored(PyObject* error) {
   py::gil_scoped_acquire gil;
+  SignalsDeferred deferred;
   auto stored = py::reinterpret_borrow<py::object>(error);
   py::object copy;
   try {
@@ -172,7 +182,7 @@ void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype,
 
 at::Tensor download(PyObject* object) {
   py::gil_scoped_acquire gil;
-  return guarded([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
+  return interruptible([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
 }
 
 PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
@@ -182,12 +192,12 @@ PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
 
 void resolve_guard(PyObject* guard) {
   py::gil_scoped_acquire gil;
-  guarded([&] { engine().attr("resolve")(py::handle(guard)); });
+  interruptible([&] { engine().attr("resolve")(py::handle(guard)); });
 }
 
 bool has_passed(PyObject* guard) {
   py::gil_scoped_acquire gil;
-  return guarded([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
+  return interruptible([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
 }
 
 void report_read(const std::string& line, double started, double seconds, int64_t nbytes) {
@@ -201,11 +211,15 @@ void report_waiting(const std::string& what, double seconds) {
 
 void finish_device(c10::DeviceIndex device) {
   py::gil_scoped_acquire gil;
-  guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
+  interruptible([&] { engine().attr("finish")(static_cast<int>(device)); });
 }
 
 void launch(const WorkRef& work) {
   guarded([&] { engine().attr("launch")(work); });
+}
+
+bool is_prompt(const WorkRef& work) {
+  return guarded([&] { return engine().attr("is_prompt")(work).cast<bool>(); });
 }
 
 void plan(const std::shared_ptr<Plan>& plan) {

@@ -6,10 +6,12 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <thread>
 
 #include "bridge.h"
 #include "handover.h"
+#include "signals.h"
 
 namespace torchtpu {
 
@@ -48,15 +50,17 @@ std::atomic<int> num_asleep{0};
 // How long a cut region waits for company before it is launched; one that somebody waits for does not.  Each time that
 // the launcher takes the GIL costs the recording thread what some twenty ops cost.
 constexpr auto kLaunchDelay = std::chrono::milliseconds(1);
-// A launch may run the program, and Ctrl-C waits for it.  One that is no longer than waits between two looks for Ctrl-C
-// may as well be done by the reading thread.
-constexpr double kQuickSeconds = 0.05;
+// A launch may run the program, and signal handlers wait for one in the main thread.
+constexpr double kQuickSeconds = 0.01;
 constexpr auto kLookEvery = std::chrono::milliseconds(100);
 constexpr double kFirstLogSeconds = 3, kLogEverySeconds = 10;
 
-// Waits for `ready` under queue->mutex, GIL released, Ctrl-C checked; a long wait logs what `describe` says.
+enum class OnSignal { kRaise, kReturn };
+
+// Waits for `ready` under queue->mutex, GIL released, or for a signal, whose handler may raise; a long wait logs what
+// `describe` says.
 template <class Ready, class Describe>
-void wait_until(Ready&& ready, Describe&& describe) {
+void wait_until(Ready&& ready, Describe&& describe, OnSignal on_signal = OnSignal::kRaise) {
   auto start = Clock::now();
   double next_log = kFirstLogSeconds;
   for (;;) {
@@ -74,9 +78,9 @@ void wait_until(Ready&& ready, Describe&& describe) {
       done = step();
       check_running();
     }
-    if (done) return;
+    if (done || (on_signal == OnSignal::kReturn && has_deferred_signal())) return;
     py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw_python_error();
+    if (on_signal == OnSignal::kRaise && PyErr_CheckSignals() != 0) throw_python_error();
     double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (waited < next_log) continue;
     next_log += kLogEverySeconds;
@@ -173,17 +177,29 @@ void launch_work(const WorkRef& work) {
   finish(*work);
 }
 
-// Launches the front where that is possible now, and quick if it must be; the caller holds queue->order.
-bool launch_front(bool must_be_quick) {
-  WorkRef work;
+// What may be launched now; null where nothing may.  The caller holds queue->order, so that it stays the front.
+WorkRef launchable_front() {
+  std::lock_guard<std::mutex> lock(queue->mutex);
+  if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return nullptr;
+  return queue->works.front();
+}
+
+void launch_front(const WorkRef& work) {
   {
     std::lock_guard<std::mutex> lock(queue->mutex);
-    if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return false;
-    work = queue->works.front();
-    if (must_be_quick && !(work->plan && work->plan->is_quick)) return false;
     queue->works.pop_front();
   }
   launch_work(work);
+}
+
+// Launches the front in a thread that reads, where that is quick; the caller holds queue->order.
+bool launch_quick_front() {
+  WorkRef work = launchable_front();
+  if (!work || !work->plan || !work->plan->is_quick) return false;
+  py::gil_scoped_acquire gil;
+  SignalsDeferred deferred;
+  if (is_main_thread() && work->plan->state == Plan::kReady && !is_prompt(work)) return false;
+  launch_front(work);
   return true;
 }
 
@@ -207,8 +223,7 @@ void launch_loop() {
     if (!is_urgent) await_gil();
     py::gil_scoped_acquire gil;  // once for all that wait
     took_gil();
-    while (launch_front(/*must_be_quick=*/false)) {
-    }
+    while (WorkRef work = launchable_front()) launch_front(work);
   }
 }
 
@@ -316,15 +331,25 @@ int64_t queue_length() {
   return static_cast<int64_t>(queue->next_sequence - queue->next_done);
 }
 
+// Raises nothing: the op that waits here is recorded already, perhaps as one of many that the user called as one.  A
+// signal ends the wait instead.
 void throttle() {
   if (queue_length() <= limits.max_in_flight) return;
   hurry_launcher();
+  SignalsDeferred deferred(SignalsDeferred::Before::kWait);
+  if (is_main_thread()) {
+    py::gil_scoped_acquire gil;
+    if (PyOS_InterruptOccurred()) {
+      PyErr_SetInterruptEx(SIGINT);
+      return;
+    }
+  }
   wait_until(
       [] {
         return queue->is_stopping ||
                static_cast<int64_t>(queue->next_sequence - queue->next_done) <= limits.max_in_flight;
       },
-      [] { return describe_front(); });
+      [] { return describe_front(); }, OnSignal::kReturn);
 }
 
 void wait_ready(const BufferRef& buffer) {
@@ -332,7 +357,7 @@ void wait_ready(const BufferRef& buffer) {
   if (!is_pending()) return;
   auto launch_here = [&] {
     std::unique_lock<std::mutex> order(queue->order, std::try_to_lock);
-    while (order.owns_lock() && is_pending() && launch_front(/*must_be_quick=*/true)) {
+    while (order.owns_lock() && is_pending() && launch_quick_front()) {
     }
   };
   if (PyGILState_Check()) {

@@ -64,7 +64,7 @@ void enqueue(WorkRef work);  // no waking: see wake_launcher
 void wake_launcher();        // soon
 void hurry_launcher();       // at once
 double seconds_now();        // of the steady clock, which is Python's time.perf_counter()
-// Waits, GIL released and Ctrl-C working, until at most limits.max_in_flight regions are queued.
+// Waits, GIL released, until at most limits.max_in_flight regions are queued or a signal comes.  Raises nothing.
 void throttle();
 // Waits until the buffer is ready; launches in this thread where that saves a hand-off.  Raises its error.
 void wait_ready(const BufferRef& buffer);

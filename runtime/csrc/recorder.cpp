@@ -7,6 +7,7 @@
 #include "infer.h"
 #include "insert.h"
 #include "queue.h"
+#include "signals.h"
 #include "slice.h"
 
 namespace torchtpu {
@@ -260,8 +261,10 @@ void forget_new_inputs(Recorder& r, const OpInfo& info, const IValue* args, size
   r.inputs.resize(known);
 }
 
-// Records a call that no node matches yet; false where it cannot be recorded.
+// Records a call that no node matches yet; false where it cannot be recorded.  An error of its own may lead to the CPU,
+// one of a signal handler's may not: they wait.
 bool learn_cleanly(Recorder& r, const OpInfo& info, const IValue* args) {
+  SignalsDeferred deferred;
   const Node* at = r.at;
   uint64_t epoch = r.epoch;
   size_t known = r.inputs.size();
