@@ -97,6 +97,9 @@ class Rehearsal:
         identity = self._journal.program(program)
         self._journal.outcome(Outcome(identity, "recorded"))
 
+    def is_prompt(self, work: Any) -> bool:
+        return False
+
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
         self.counters.launches += 1

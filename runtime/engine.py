@@ -123,11 +123,14 @@ class Engine:
         # What runs a program with room, while some length of it is known.
         self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.launch
+        self.is_prompt = self._executor.is_prompt
 
-    def close(self) -> None:
-        """Ends the compile threads: what is queued is dropped, what is compiling is waited for, not for ever."""
-        self.compiler.close()
+    def close(self) -> bool:
+        """Ends the compile threads: what is queued is dropped, what is compiling is waited for, about a second. Whether
+        none is left."""
+        have_ended = self.compiler.close()
         self.client.close()
+        return have_ended
 
     def plan(self, plan: Any) -> None:
         """Lowers the plan's program here and compiles it in a worker, which then tells the plan."""

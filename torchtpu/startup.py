@@ -58,15 +58,14 @@ class LazyEngine:
             with self._lock:
                 if self._engine is None:
                     engine = _make_engine(self, fleet)
-                    for name in ("plan", "launch", "upload", "download", "resolve", "finish", "waiting"):
+                    for name in ("plan", "is_prompt", "launch", "upload", "download", "resolve", "finish", "waiting"):
                         setattr(self, name, getattr(engine, name))  # from now on the recorder calls it directly
                     self._engine = engine
         return self._engine
 
-    def close(self) -> None:
-        """Stops the engine's threads, if it ever started."""
-        if self._engine is not None:
-            self._engine.close()
+    def close(self) -> bool:
+        """Stops the engine's threads, if it ever started; whether none is left."""
+        return self._engine is None or bool(self._engine.close())
 
     def infer(self, name: str, args: Any) -> Any:
         from torchtpu.ops.registry import find
@@ -94,6 +93,9 @@ class LazyEngine:
             plan.failed(error)
         else:
             engine.plan(plan)
+
+    def is_prompt(self, work: Any) -> bool:
+        return False
 
     def launch(self, work: Any) -> None:
         self.start().launch(work)
@@ -130,6 +132,8 @@ def _resized(made: Any, outs: Any) -> Any:
         _safe_copy_out(copy_from=result, copy_to=out, exact_dtype=True)
     return outs[0] if len(outs) == 1 else tuple(outs)
 
+
+_END_SECONDS = 0.8  # for what is running when the process ends; the compiler has as long again
 
 _lazy = LazyEngine()
 _process = _Process()
@@ -378,5 +382,4 @@ def _after_fork_in_child() -> None:
 
 def _shut_down() -> None:
     if not _process.is_in_bad_fork:
-        _C.shutdown()
-        _lazy.close()
+        _C.shutdown(_END_SECONDS, _lazy.close)

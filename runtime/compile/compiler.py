@@ -5,10 +5,11 @@ Worker threads compile; XLA releases the GIL meanwhile. A program is compiled on
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 
 from torchtpu.compiler_cache import Note, Store
@@ -18,7 +19,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 
 from .plan_cache import Plan
 
-_JOIN_SECONDS = 10.0
+_JOIN_SECONDS = 1.0
 
 
 class NotCompiledError(RuntimeError):
@@ -99,23 +100,29 @@ class Compiler:
                 if digests is None or key[0] in digests:
                     del self._flights[key]
 
-    def close(self) -> None:
-        """Drops what waits, finishes what is being compiled (for a while), ends the threads."""
+    def close(self) -> bool:
+        """Drops what waits, finishes what is being compiled (for a while), ends the threads; whether they have ended.
+
+        The Python code of one that goes on is told to end. XLA cannot be.
+        """
         with self._condition:
             self._is_closed = True
             self._jobs.clear()
             self._later.clear()
             self._condition.notify_all()
             threads = [*self._threads, *([self._late_thread] if self._late_thread else [])]
-        deadline = time.monotonic() + _JOIN_SECONDS
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        others = [thread for thread in threads if thread is not threading.current_thread()]
+        _join(others, _JOIN_SECONDS / 2)
+        for thread in others:
+            if thread.is_alive():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        _join(others, _JOIN_SECONDS / 2)
         with self._condition:
             flights = list(self._flights.values())
             self._flights.clear()
         for flight in flights:
             flight.cancel()
+        return not any(thread.is_alive() for thread in others)
 
     def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=work, name=name, daemon=True)
@@ -201,3 +208,9 @@ class Compiler:
         self._counters.programs_compiled += 1
         self._counters.compile_ms += milliseconds
         return Loaded(executable, *self._client.memory(executable), "compile", milliseconds)
+
+
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

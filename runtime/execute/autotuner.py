@@ -77,6 +77,17 @@ class Ladder:
             self._launches += 1
             self._climb(work, launch, wait_until_idle)
 
+    def prompt_form(self) -> Any:
+        """What a launch now would take, where it makes, times and awaits nothing; else None."""
+        if self._words and self._forms.has_to_be_usual():
+            return self._usual.result() if self._usual is not None and self._usual.done() else None
+        if not self._rungs or self._forms.is_fixed():
+            return self.form
+        if self._rival is not None or self._launches >= _FIRST and not self._seconds:
+            return None
+        words = *self._words, self._rungs[0]
+        return None if self._forms.is_due(words, self._launches + 1, self._seconds) else self.form
+
     def _climb(self, work: Any, launch: Callable[[Any, Any], None], wait_until_idle: Callable[[int], None]) -> None:
         words = *self._words, self._rungs[0]
         if self._rival is None and self._forms.is_due(words, self._launches, self._seconds):

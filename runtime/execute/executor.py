@@ -79,6 +79,11 @@ class Executable:
         return self._flat
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether `at` makes nothing."""
+        return not self.offsets or self._flat is not None
+
+    @property
     def argument_bytes(self) -> int:
         """What a launch is given."""
         return self.loaded.argument_bytes
@@ -130,6 +135,17 @@ class Executor:
         self._fitting = fitting
         self._outcomes: list[deque[Outcome]] = [deque() for _ in client.devices]  # not known when last looked at
         self._failed: list[list[Outcome]] = [[] for _ in client.devices]  # not raised when last looked at
+
+    def is_prompt(self, work: Any) -> bool:
+        """Whether launching the work takes no time but the program's: no other rank, no memory and no compile is waited
+        for, and nothing has to be made."""
+        executable = work.executable
+        while isinstance(executable, Padded):
+            executable = executable.executable
+        if isinstance(executable, Ladder):
+            executable = executable.prompt_form()
+        is_alone = isinstance(executable, (Executable, Parts))
+        return is_alone and executable.is_prompt and not self._memory.limit(work.device)
 
     def launch(self, work: Any, executable: Any = None) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""

@@ -10,6 +10,7 @@
 #include "device/gil.h"
 #include "launch/queue.h"
 #include "launch/read.h"
+#include "launch/signals.h"
 #include "region/program.h"
 #include "region/replay.h"
 
@@ -310,5 +311,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("dump", &dump);
   m.def("current_line", &current_line);
   m.def("drain", &drain_decrefs);
-  m.def("shutdown", &shutdown);
+  m.def("shutdown", [](double seconds, const py::object& close) {
+    SignalsDeferred deferred;
+    bool have_ended = shutdown(seconds);
+    if (!close().cast<bool>() || !have_ended) exit_without_destructors();
+  });
 }

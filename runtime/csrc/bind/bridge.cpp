@@ -6,6 +6,7 @@
 
 #include "device/gil.h"
 #include "launch/queue.h"
+#include "launch/signals.h"
 
 namespace torchtpu {
 
@@ -39,9 +40,9 @@ class NoTracing {
   py::object before_;
 };
 
-// Runs `call` and turns a Python exception into one that torch's bindings restore.
+// Runs `call`, which may wait, and turns a Python exception into one that torch's bindings restore.
 template <class F>
-auto guarded(F&& call) {
+auto interruptible(F&& call) {
   try {
     NoTracing scope;
     return call();
@@ -49,6 +50,13 @@ auto guarded(F&& call) {
     e.restore();
     throw_python_error();
   }
+}
+
+// The same for what does not wait: signal handlers do.
+template <class F>
+auto guarded(F&& call) {
+  SignalsDeferred deferred;
+  return interruptible(std::forward<F>(call));
 }
 
 // A path as tracebacks show it, which is text wherever it goes: bytes that are not UTF-8 are backslash escapes.
@@ -89,6 +97,7 @@ bool is_library_file(PyObject* path) {
 std::atomic<bool> reads_are_observed{false};
 
 void set_engine(PyObject* engine) {
+  set_main_thread();
   Py_INCREF(engine);
   Py_XDECREF(std::exchange(engine_object, engine));
 }
@@ -107,6 +116,7 @@ void throw_python_error() {
 // Each reader gets its own copy: a traceback keeps the reader's frame, and with it the failed value, alive.
 void raise_stored(PyObject* error) {
   AcquireGil gil;
+  SignalsDeferred deferred;
   auto stored = py::reinterpret_borrow<py::object>(error);
   py::object copy;
   try {
@@ -189,7 +199,7 @@ void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype,
 
 at::Tensor download(PyObject* object) {
   AcquireGil gil;
-  return guarded([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
+  return interruptible([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
 }
 
 PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
@@ -199,12 +209,12 @@ PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
 
 void resolve_guard(PyObject* guard) {
   AcquireGil gil;
-  guarded([&] { engine().attr("resolve")(py::handle(guard)); });
+  interruptible([&] { engine().attr("resolve")(py::handle(guard)); });
 }
 
 bool has_passed(PyObject* guard) {
   AcquireGil gil;
-  return guarded([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
+  return interruptible([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
 }
 
 void report_read(const std::string& line, double started, double seconds, int64_t nbytes) {
@@ -218,11 +228,15 @@ void report_waiting(const std::string& what, double seconds) {
 
 void finish_device(c10::DeviceIndex device) {
   AcquireGil gil;
-  guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
+  interruptible([&] { engine().attr("finish")(static_cast<int>(device)); });
 }
 
 void launch(const WorkRef& work) {
   guarded([&] { engine().attr("launch")(work); });
+}
+
+bool is_prompt(const WorkRef& work) {
+  return guarded([&] { return engine().attr("is_prompt")(work).cast<bool>(); });
 }
 
 void plan(const std::shared_ptr<Plan>& plan) {

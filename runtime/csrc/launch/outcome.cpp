@@ -5,6 +5,7 @@
 
 #include "bind/bridge.h"
 #include "launch/queue.h"
+#include "launch/signals.h"
 
 namespace torchtpu {
 
@@ -51,6 +52,7 @@ void work_failed(Work& work, PyObject* error) {
 }
 
 void raise_unseen_error() {
+  SignalsDeferred deferred;
   PyObject* error = unseen_error.exchange(nullptr);
   if (!error) return;
   defer_decref(error);

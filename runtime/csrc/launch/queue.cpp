@@ -6,11 +6,15 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <thread>
 
 #include "bind/bridge.h"
 #include "device/gil.h"
 #include "launch/handover.h"
+#include "launch/signals.h"
 
 namespace torchtpu {
 
@@ -36,7 +40,9 @@ struct Queue {
   uint64_t next_sequence = 0, next_done = 0;
   bool is_stopping = false;
   std::thread::id stopper;  // the thread that stops
-  std::vector<std::thread> threads;
+  bool has_started = false;
+  int num_running = 0;                 // of launcher and planner
+  std::vector<unsigned long> threads;  // these, as Python names them
 
   // Held while the front of `works` is launched: launches happen in one order, in whichever thread is there first.
   // Never waited for with the GIL or `mutex` held.
@@ -83,15 +89,17 @@ std::atomic<int> num_asleep{0};
 // How long a cut region waits for company before it is launched; one that somebody waits for does not.  Each time that
 // the launcher takes the GIL costs the recording thread what some twenty ops cost.
 constexpr auto kLaunchDelay = std::chrono::milliseconds(1);
-// A launch may run the program, and Ctrl-C waits for it.  One that is no longer than waits between two looks for Ctrl-C
-// may as well be done by the reading thread.
-constexpr double kQuickSeconds = 0.05;
+// A launch may run the program, and signal handlers wait for one in the main thread.
+constexpr double kQuickSeconds = 0.01;
 constexpr auto kLookEvery = std::chrono::milliseconds(100);
 constexpr double kFirstLogSeconds = 3, kLogEverySeconds = 10;
 
-// Waits for `ready` under queue->mutex, GIL released, Ctrl-C checked; a long wait logs what `describe` says.
+enum class OnSignal { kRaise, kReturn };
+
+// Waits for `ready` under queue->mutex, GIL released, or for a signal, whose handler may raise; a long wait logs what
+// `describe` says.
 template <class Ready, class Describe>
-void wait_until(Ready&& ready, Describe&& describe) {
+void wait_until(Ready&& ready, Describe&& describe, OnSignal on_signal = OnSignal::kRaise) {
   auto start = Clock::now();
   double next_log = kFirstLogSeconds;
   for (;;) {
@@ -109,9 +117,9 @@ void wait_until(Ready&& ready, Describe&& describe) {
       done = step();
       check_running();
     }
-    if (done) return;
+    if (done || (on_signal == OnSignal::kReturn && has_deferred_signal())) return;
     AcquireGil gil;
-    if (PyErr_CheckSignals() != 0) throw_python_error();
+    if (on_signal == OnSignal::kRaise && PyErr_CheckSignals() != 0) throw_python_error();
     double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (waited < next_log) continue;
     next_log += kLogEverySeconds;
@@ -148,10 +156,24 @@ std::string describe_maker(const BufferRef& buffer) {
 void launch_loop();
 void plan_loop();
 
+// Under queue->mutex.
 void start_threads() {
-  if (!queue->threads.empty() || queue->is_stopping) return;
-  queue->threads.emplace_back(launch_loop);
-  queue->threads.emplace_back(plan_loop);
+  if (queue->has_started || queue->is_stopping) return;
+  queue->has_started = true;
+  for (auto* loop : {&launch_loop, &plan_loop}) {
+    queue->num_running++;
+    std::thread([loop] {
+      {
+        QueueLock lock;
+        queue->threads.push_back(PyThread_get_thread_ident());
+      }
+      loop();
+      QueueLock lock;
+      queue->num_running--;
+      std::erase(queue->threads, PyThread_get_thread_ident());
+      queue->changed.notify_all();
+    }).detach();
+  }
 }
 
 bool is_launchable(const Work& work) { return !work.plan || work.plan->state != Plan::kNew; }
@@ -208,17 +230,29 @@ void launch_work(const WorkRef& work) {
   finish(*work);
 }
 
-// Launches the front where that is possible now, and quick if it must be; the caller holds queue->order.
-bool launch_front(bool must_be_quick) {
-  WorkRef work;
+// What may be launched now; null where nothing may.  The caller holds queue->order, so that it stays the front.
+WorkRef launchable_front() {
+  QueueLock lock;
+  if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return nullptr;
+  return queue->works.front();
+}
+
+void launch_front(const WorkRef& work) {
   {
     QueueLock lock;
-    if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return false;
-    work = queue->works.front();
-    if (must_be_quick && !(work->plan && work->plan->is_quick)) return false;
     queue->works.pop_front();
   }
   launch_work(work);
+}
+
+// Launches the front in a thread that reads, where that is quick; the caller holds queue->order.
+bool launch_quick_front() {
+  WorkRef work = launchable_front();
+  if (!work || !work->plan || !work->plan->is_quick) return false;
+  AcquireGil gil;
+  SignalsDeferred deferred;
+  if (is_main_thread() && work->plan->state == Plan::kReady && !is_prompt(work)) return false;
+  launch_front(work);
   return true;
 }
 
@@ -242,8 +276,7 @@ void launch_loop() {
     if (!is_urgent) await_gil();
     AcquireGil gil;  // once for all that wait
     took_gil();
-    while (launch_front(/*must_be_quick=*/false)) {
-    }
+    while (WorkRef work = launchable_front()) launch_front(work);
   }
 }
 
@@ -347,15 +380,25 @@ int64_t queue_length() {
   return static_cast<int64_t>(queue->next_sequence - queue->next_done);
 }
 
+// Raises nothing: the op that waits here is recorded already, perhaps as one of many that the user called as one.  A
+// signal ends the wait instead.
 void throttle() {
   if (queue_length() <= limits.max_in_flight) return;
   hurry_launcher();
+  SignalsDeferred deferred(SignalsDeferred::Before::kWait);
+  if (is_main_thread()) {
+    AcquireGil gil;
+    if (PyOS_InterruptOccurred()) {
+      PyErr_SetInterruptEx(SIGINT);
+      return;
+    }
+  }
   wait_until(
       [] {
         return queue->is_stopping ||
                static_cast<int64_t>(queue->next_sequence - queue->next_done) <= limits.max_in_flight;
       },
-      [] { return describe_front(); });
+      [] { return describe_front(); }, OnSignal::kReturn);
 }
 
 void wait_ready(const BufferRef& buffer) {
@@ -363,7 +406,7 @@ void wait_ready(const BufferRef& buffer) {
   if (!is_pending()) return;
   auto launch_here = [&] {
     std::unique_lock<std::mutex> order(queue->order, std::try_to_lock);
-    while (order.owns_lock() && is_pending() && launch_front(/*must_be_quick=*/true)) {
+    while (order.owns_lock() && is_pending() && launch_quick_front()) {
     }
   };
   if (PyGILState_Check()) {
@@ -426,20 +469,40 @@ void plan_failed(Plan& plan, PyObject* error) {
 
 namespace {
 
-constexpr auto kIdlePatience = std::chrono::milliseconds(200), kReadingPatience = std::chrono::milliseconds(5000);
+// What is being launched or lowered gets half of the time to end before its Python code is told to.
+constexpr double kOfItself = 0.5;
+constexpr auto kIdlePatience = std::chrono::milliseconds(200);
 
-// Other threads get the time to come to the recorder, where they sleep: one that is still inside a binding when the
-// interpreter ends would abort the process as it takes the GIL.
-void await_sleep(int others) {
-  auto start = Clock::now();
-  while (num_asleep < others && Clock::now() - start < (num_reading > 0 ? kReadingPatience : kIdlePatience)) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+std::terminate_handler terminate_before = nullptr;
+
+// Once the interpreter ends, it ends each thread that asks for the GIL by unwinding its stack, which no C++ destructor
+// there survives: a thread that comes back from XLA would abort the process.  It sleeps instead.
+[[noreturn]] void sleep_where_ended() {
+  if (!is_main_thread() && !std::current_exception()) {
+    for (;;) pause();
   }
+  if (terminate_before) terminate_before();
+  std::abort();
+}
+
+bool await_threads(Clock::time_point deadline) {
+  std::unique_lock<std::mutex> lock(queue->mutex);
+  return queue->changed.wait_until(lock, deadline, [] { return queue->num_running == 0; });
+}
+
+// Other threads get the time to come to the recorder, where they sleep.
+void await_sleep(int others, Clock::time_point deadline) {
+  if (num_reading == 0) deadline = std::min(deadline, Clock::now() + kIdlePatience);
+  while (num_asleep < others && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 }  // namespace
 
-void shutdown() {
+bool shutdown(double seconds) {
+  auto after = [&](double part) {
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(part * seconds));
+  };
+  auto half = after(kOfItself), deadline = after(1);
   {
     QueueLock lock;
     queue->is_stopping = true;
@@ -447,13 +510,36 @@ void shutdown() {
   }
   int others = num_threads - (has_recorded() ? 1 : 0);
   process = Process::kEnds;
+  terminate_before = std::set_terminate(&sleep_where_ended);
   queue->to_launch.notify_one();
   queue->to_plan.notify_one();
   queue->changed.notify_all();
+  bool have_ended;
+  {
+    ReleaseGil release;
+    have_ended = await_threads(half);
+  }
+  if (!have_ended) {
+    std::vector<unsigned long> threads;
+    {
+      QueueLock lock;
+      threads = queue->threads;
+    }
+    for (unsigned long thread : threads) PyThreadState_SetAsyncExc(thread, PyExc_SystemExit);
+  }
   ReleaseGil release;
-  for (auto& thread : queue->threads) thread.join();
-  queue->threads.clear();
-  await_sleep(others);
+  have_ended = await_threads(deadline);
+  await_sleep(others, deadline);
+  return have_ended;
+}
+
+void exit_without_destructors() {
+  on_exit(
+      [](int status, void*) {
+        fflush(nullptr);
+        _exit(status);
+      },
+      nullptr);
 }
 
 }  // namespace torchtpu

@@ -66,7 +66,7 @@ extern std::atomic<bool> has_arrivals;  // something has come that has not reach
 void wake_launcher();                   // soon
 void hurry_launcher();                  // at once
 double seconds_now();                   // of the steady clock, which is Python's time.perf_counter()
-// Waits, GIL released and Ctrl-C working, until at most limits.max_in_flight regions are queued.
+// Waits, GIL released, until at most limits.max_in_flight regions are queued or a signal comes.  Raises nothing.
 void throttle();
 // Waits until the buffer is ready; launches in this thread where that saves a hand-off.  Raises its error.
 void wait_ready(const BufferRef& buffer);
@@ -94,6 +94,10 @@ std::string describe_run(const Plan& plan, const CodePlace* entry, const std::st
 extern std::atomic<int> num_reading;
 
 void set_engine(PyObject* engine);
-void shutdown();
+// Ends the launcher and the planner; whether they have ended within so many seconds.  The GIL is held.
+bool shutdown(double seconds);
+// For the case that a thread is inside XLA when the process ends: nothing that it uses may be destroyed.  Python ends
+// as ever, with the same status.
+void exit_without_destructors();
 
 }  // namespace torchtpu

@@ -5,6 +5,7 @@
 #include "bind/bridge.h"
 #include "launch/handover.h"
 #include "launch/queue.h"
+#include "launch/signals.h"
 #include "record/infer.h"
 #include "record/insert.h"
 #include "region/slice.h"
@@ -269,8 +270,10 @@ void forget_new_inputs(Recorder& r, const OpInfo& info, const IValue* args, size
   drop_inputs(r, known);
 }
 
-// Records a call that no node matches yet; false where it cannot be recorded.
+// Records a call that no node matches yet; false where it cannot be recorded.  An error of its own may lead to the CPU,
+// one of a signal handler's may not: they wait.
 bool learn_cleanly(Recorder& r, const OpInfo& info, const IValue* args) {
+  SignalsDeferred deferred;
   const Node* at;
   uint64_t epoch;
   size_t known;
