@@ -17,9 +17,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = """
-    recorder locks threads cuts reading slices fences interrupts faults leaks growth aliasing serialization distributed
-""".split()
+TESTS = (
+    *("recorder", "locks", "threads", "cuts", "reading", "slices", "fences", "interrupts", "faults"),
+    *("leaks", "growth", "aliasing", "serialization", "distributed"),
+)
 # What the process loads before everything else: the runtimes of the compiler that built the extension.
 RUNTIMES = {"address": ["libasan.so"], "undefined": ["libubsan.so"], "thread": ["libtsan.so"]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -75,8 +76,7 @@ def test_threads_that_draw_from_one_generator_never_share_a_draw() -> None:
     drawn: list[list[float]] = []
 
     def draw() -> None:
-        for _ in range(40):
-            drawn.append(torch.rand(2, device="tpu", generator=generator).tolist())
+        drawn.extend(torch.rand(2, device="tpu", generator=generator).tolist() for _ in range(40))
 
     in_threads(draw, draw, lambda: [generator.get_state() for _ in range(400)])
     assert len(drawn) == len({tuple(pair) for pair in drawn}) == 80
@@ -106,7 +106,7 @@ def range_of(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 def assert_apart(tensors: list[Tensor]) -> None:
     ranges = sorted(range_of(t.untyped_storage()) for t in tensors)
-    for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False):
+    for (_, end), (begin, _) in itertools.pairwise(ranges):
         assert end <= begin, (hex(end), hex(begin))
     for begin, end in ranges:  # no page table of x86-64 or aarch64 leads a process there
         assert begin >> 55 == (end - 1 if end > begin else begin) >> 55 == 0b11
@@ -138,7 +138,8 @@ def test_a_storage_that_outgrows_its_address_gets_another() -> None:
 
 def test_what_no_address_range_can_hold_has_none() -> None:
     x = torch.empty(1 << 60, dtype=torch.uint8, device="tpu")
-    assert x.untyped_storage().data_ptr() == 0
+    with pytest.raises(RuntimeError, match="data pointer"):
+        x.untyped_storage().data_ptr()
     assert x.numel() == 1 << 60
 
 
@@ -165,9 +166,10 @@ def test_a_plan_that_was_given_up_keeps_its_ops(engine: ReferenceEngine, monkeyp
 
     def fail_once(new: Any) -> None:
         if failed:
-            return plan(new)
-        failed.append(new)
-        new.failed(RuntimeError("not this time"))
+            plan(new)
+        else:
+            failed.append(new)
+            new.failed(RuntimeError("not this time"))
 
     x = torch.ones(2, device="tpu")
     torch.tpu.synchronize()
@@ -175,7 +177,7 @@ def test_a_plan_that_was_given_up_keeps_its_ops(engine: ReferenceEngine, monkeyp
     with pytest.raises(RuntimeError, match="not this time"):
         (x * 2 + 3).sqrt().tolist()
     names, run = [op.name for op in failed[0].program.ops], failed[0].run
-    assert (x * 2 + 3).sqrt().tolist() == [5**0.5] * 2  # the same ops, another plan
+    assert (x * 2 + 3).sqrt().tolist() == pytest.approx([5**0.5] * 2)  # the same ops, another plan
     with config.using(max_trie_nodes=1, max_programs=1):
         for _ in range(3):
             assert (x - 1).tolist() == [0, 0]

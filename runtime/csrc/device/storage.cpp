@@ -160,7 +160,7 @@ struct DeviceAllocator final : c10::Allocator {
     TORCH_CHECK(false, "tpu memory cannot be copied by address");
   }
 };
-DeviceAllocator* allocator = new DeviceAllocator();
+DeviceAllocator* tpu_allocator = new DeviceAllocator();
 
 c10::Device device_of(c10::DeviceIndex index) { return {c10::DeviceType::PrivateUse1, index}; }
 
@@ -180,7 +180,7 @@ c10::intrusive_ptr<c10::StorageImpl> make_storage_impl(c10::StorageImpl::use_byt
 }
 
 [[maybe_unused]] const bool registered = [] {
-  c10::SetAllocator(c10::DeviceType::PrivateUse1, allocator);
+  c10::SetAllocator(c10::DeviceType::PrivateUse1, tpu_allocator);
   c10::SetStorageImplCreate(c10::DeviceType::PrivateUse1, &make_storage_impl);
   return true;
 }();
@@ -188,7 +188,7 @@ c10::intrusive_ptr<c10::StorageImpl> make_storage_impl(c10::StorageImpl::use_byt
 }  // namespace
 
 TpuStorage::TpuStorage(size_t nbytes, c10::DeviceIndex device)
-    : c10::StorageImpl(use_byte_size_t(), nbytes, c10::DataPtr(nullptr, device_of(device)), allocator, true),
+    : c10::StorageImpl(use_byte_size_t(), nbytes, c10::DataPtr(nullptr, device_of(device)), tpu_allocator, true),
       device_index(device) {}
 
 TpuStorage::~TpuStorage() { drop(); }
@@ -234,9 +234,9 @@ std::vector<BufferRef> live_buffers(c10::DeviceIndex device) {
   return found;
 }
 
-c10::Allocator* device_allocator() { return allocator; }
+c10::Allocator* device_allocator() { return tpu_allocator; }
 bool is_foreign(const c10::StorageImpl* storage) {
-  return const_cast<c10::StorageImpl*>(storage)->allocator() != allocator;
+  return const_cast<c10::StorageImpl*>(storage)->allocator() != tpu_allocator;
 }
 
 bool is_tpu(const at::Tensor& t) {

@@ -102,7 +102,7 @@ void set_value(Recorder& r, TpuStorage* s, int32_t value) {
 }
 
 void apply_write(Recorder& r, const WriteMeta& w, const at::Tensor& t) {
-  auto* s = own_storage_of(t);
+  auto* s = static_cast<TpuStorage*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   if (w.is_resized) {
     t.unsafeGetTensorImpl()->set_sizes_and_strides(w.meta.sizes, w.meta.strides, w.offset);
     s->set_size(static_cast<size_t>(w.meta.base->nbytes));
@@ -114,7 +114,7 @@ void apply_write(Recorder& r, const WriteMeta& w, const at::Tensor& t) {
 at::Tensor apply_result(Recorder& r, const TensorMeta& m) {
   if (m.is_undefined) return {};
   at::Tensor t = make_tensor_locked(m.sizes, m.strides, m.dtype, m.base, r.device);
-  set_value(r, own_storage_of(t), m.value);
+  set_value(r, static_cast<TpuStorage*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()), m.value);
   return t;
 }
 
