@@ -22,6 +22,7 @@ from torchtpu.runtime.device.sizes import nbytes_of
 from .compile.builder import Builder
 from .compile.candidates import SWEEPS
 from .compile.compiler import Compiler, NotCompiledError
+from .compile.failing import failing
 from .compile.plan_cache import Plans
 from .compile.variants import RegionForms, UnbuiltError, Workshop
 from .device.client import Client
@@ -167,15 +168,16 @@ class Engine:
         self._planned(program)
 
         def tell(made: Future[Any]) -> None:
-            error = made.exception()
-            if error is not None:
-                self._made_not(plan, recorded, shapes, error)
-                return
-            form = made.result()
-            if grown is not None:
-                self._rooms[program, device] = form
-                form = Padded(self.client, self.counters, grown, form)
-            plan.ready(form)
+            with failing(lambda error: plan.failed(_unlowered(error, plan.line, plan.run))):
+                error = made.exception()
+                if error is not None:
+                    self._made_not(plan, recorded, shapes, error)
+                    return
+                form = made.result()
+                if grown is not None:
+                    self._rooms[program, device] = form
+                    form = Padded(self.client, self.counters, grown, form)
+                plan.ready(form)
 
         ready.add_done_callback(tell)
 
@@ -248,8 +250,12 @@ class Engine:
         """Waits for a guard's device-side checks and raises the error of the first that failed."""
         guard.resolve()
 
-    def finish(self, device: int) -> None:
+    def await_launches(self, device: int) -> None:
         """Waits until everything launched on the device has run."""
+        self._executor.await_launches(device)
+
+    def finish(self, device: int) -> None:
+        """Raises what no read has raised of that. Never waits."""
         self._executor.finish(device)
 
     def waiting(self, info: str, seconds: float) -> None:
@@ -265,7 +271,7 @@ class Engine:
         return self.client.device_name(device)
 
 
-def _unlowered(error: Exception, line: str, run: str) -> Exception:
+def _unlowered(error: BaseException, line: str, run: str) -> BaseException:
     """The error of a region that was not lowered; a RuntimeError names its op, and where that was first recorded."""
     if isinstance(error, RuntimeError) and not run:
         return error
