@@ -141,6 +141,7 @@ class Sender:
         self._random = random.Random(seed)
         self._thread: threading.Thread | None = None
         self.raised: BaseException | None = None
+        self.num_repeated = 0  # calls of the handler beyond one for each signal
         self.sent: Counter[str] = Counter()
         self._kind: type[BaseException] = KeyboardInterrupt
         for number in SIGNALS:
@@ -153,6 +154,9 @@ class Sender:
                 signal.setitimer(signal.ITIMER_REAL, 1e-4)
                 return
             at = at.f_back
+        if self.raised is not None:
+            self.num_repeated += 1
+            return
         self.raised = self._kind(self.sent.total())
         raise self.raised
 
@@ -203,6 +207,10 @@ class Soak:
         self.counts: Counter[str] = Counter()
 
     @property
+    def num_repeated(self) -> int:
+        return self._sender.num_repeated
+
+    @property
     def sent(self) -> Counter[str]:
         return self._sender.sent
 
@@ -229,6 +237,9 @@ class Soak:
             caught = error
         sender.join()
         batches.close()
+        torch.set_grad_enabled(
+            True
+        )  # what is raised in the first line of a torch.no_grad() leaves it off, on any device
         self.counts["steps"] += done
         if caught is None:
             self._fail("swallowed", f"{sender.raised!r} was swallowed")
@@ -282,6 +293,7 @@ def main() -> int:
             if time.monotonic() > end:
                 break
     wrong = {name: soak.counts[name] for name in ("lost", "wrong", "diverged", "changed", "swallowed")}
+    wrong["repeated"] = soak.num_repeated
     wrong["warnings"] = len({str(warning.message) for warning in warned if "tpu" in str(warning.message).lower()})
     wrong["ignored"] = len(ignored)
     print(
