@@ -43,6 +43,7 @@ struct Queue {
   bool has_started = false;
   int num_running = 0;                 // of launcher and planner
   std::vector<unsigned long> threads;  // these, as Python names them
+  std::vector<std::thread> handles;
 
   // Held while the front of `works` is launched: launches happen in one order, in whichever thread is there first.
   // Never waited for with the GIL or `mutex` held.
@@ -128,7 +129,7 @@ void start_threads() {
   queue->has_started = true;
   for (auto* loop : {&launch_loop, &plan_loop}) {
     queue->num_running++;
-    std::thread([loop] {
+    queue->handles.emplace_back([loop] {
       {
         std::lock_guard<std::mutex> lock(queue->mutex);
         queue->threads.push_back(PyThread_get_thread_ident());
@@ -138,7 +139,7 @@ void start_threads() {
       queue->num_running--;
       std::erase(queue->threads, PyThread_get_thread_ident());
       queue->changed.notify_all();
-    }).detach();
+    });
   }
 }
 
@@ -499,6 +500,8 @@ bool shutdown(double seconds) {
   }
   py::gil_scoped_release release;
   have_ended = await_threads(deadline);
+  for (auto& thread : queue->handles) have_ended ? thread.join() : thread.detach();
+  queue->handles.clear();
   await_sleep(others, deadline);
   return have_ended;
 }
