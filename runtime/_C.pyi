@@ -1,7 +1,7 @@
 """The recorder's Python surface; bind.cpp and device.cpp define it."""
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch

@@ -61,8 +61,9 @@ class Rehearsal:
         self._line = line
         self._answers = answers
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing runs here."""
+        return True
 
     def plan(self, plan: Any) -> None:
         """Notes the plan's program; its executable is what it would return."""
@@ -130,6 +131,9 @@ class Rehearsal:
 
     def resolve(self, guard: Any) -> None:
         """Nothing ran, so nothing failed."""
+
+    def await_launches(self, device: int) -> None:
+        """Nothing runs here."""
 
     def finish(self, device: int) -> None:
         """Nothing runs."""

@@ -5,7 +5,6 @@ Made at the first region or upload; imports jaxlib, makes the client and owns th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -23,6 +22,7 @@ from torchtpu.runtime.device.sizes import nbytes_of
 from .compile.builder import Builder
 from .compile.candidates import SWEEPS
 from .compile.compiler import Compiler, NotCompiledError
+from .compile.failing import failing
 from .compile.plan_cache import Plans
 from .compile.variants import RegionForms, UnbuiltError, Workshop
 from .device.client import Client
@@ -168,7 +168,7 @@ class Engine:
         self._planned(program)
 
         def tell(made: Future[Any]) -> None:
-            with _settling(plan):
+            with failing(lambda error: plan.failed(_unlowered(error, plan.line, plan.run))):
                 error = made.exception()
                 if error is not None:
                     self._made_not(plan, recorded, shapes, error)
@@ -248,8 +248,12 @@ class Engine:
         """Waits for a guard's device-side checks and raises the error of the first that failed."""
         guard.resolve()
 
-    def finish(self, device: int) -> None:
+    def await_launches(self, device: int) -> None:
         """Waits until everything launched on the device has run."""
+        self._executor.await_launches(device)
+
+    def finish(self, device: int) -> None:
+        """Raises what no read has raised of that. Never waits."""
         self._executor.finish(device)
 
     def waiting(self, info: str, seconds: float) -> None:
@@ -265,16 +269,7 @@ class Engine:
         return self.client.device_name(device)
 
 
-@contextlib.contextmanager
-def _settling(plan: Any) -> Iterator[None]:
-    """What is raised inside, where nobody would see it, is the plan's failure: its readers wait for either answer."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
-        plan.failed(_unlowered(error, plan.line, plan.run))
-
-
-def _unlowered(error: Exception, line: str, run: str) -> Exception:
+def _unlowered(error: BaseException, line: str, run: str) -> BaseException:
     """The error of a region that was not lowered; a RuntimeError names its op, and where that was first recorded."""
     if isinstance(error, RuntimeError) and not run:
         return error

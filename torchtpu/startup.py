@@ -36,6 +36,11 @@ _GOOGLE = "0x1ae0"
 _CHIPS = {chip.pci_id: chip for chip in CHIPS.values()}
 
 
+_CALLED = (
+    "plan", "is_prompt", "launch", "upload", "download", "resolve", "await_launches", "finish", "waiting",
+)  # fmt: skip
+
+
 class LazyEngine:
     """What the recorder calls: answers what needs no engine itself and starts the engine for the rest."""
 
@@ -58,7 +63,7 @@ class LazyEngine:
             with self._lock:
                 if self._engine is None:
                     engine = _make_engine(self, fleet)
-                    for name in ("plan", "is_prompt", "launch", "upload", "download", "resolve", "finish", "waiting"):
+                    for name in _CALLED:
                         setattr(self, name, getattr(engine, name))  # from now on the recorder calls it directly
                     self._engine = engine
         return self._engine
@@ -109,8 +114,11 @@ class LazyEngine:
     def resolve(self, guard: Any) -> None:
         self.start().resolve(guard)
 
-    def finish(self, device: int) -> None:
+    def await_launches(self, device: int) -> None:
         """Waits for the device; nothing runs there before the engine starts."""
+
+    def finish(self, device: int) -> None:
+        """Raises what failed on the device; nothing runs there before the engine starts."""
 
     def waiting(self, info: str, seconds: float) -> None:
         """Logged by the engine; before it starts, the wait is for its start."""

@@ -5,12 +5,13 @@ Worker threads compile; XLA releases the GIL meanwhile. A program is compiled on
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 from torchtpu.compiler_cache import Note, Store
 from torchtpu.runtime.device.client import Client
@@ -158,9 +159,11 @@ class Compiler:
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the waiters have to hear of it
             with self._condition:
                 self._flights.pop((plan.key.digest, device), None)
-            flight.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile: the compiler is closed
+                flight.set_exception(error)
             return
-        flight.set_result(loaded)
+        with contextlib.suppress(InvalidStateError):
+            flight.set_result(loaded)
         kept: Future[Loaded] = Future()  # the callbacks of the first hold programs and plans
         kept.set_result(loaded)
         with self._condition:

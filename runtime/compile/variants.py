@@ -29,6 +29,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 from .builder import Build, Builder
 from .candidates import Sweep
 from .compiler import Compiler, NotCompiledError
+from .failing import failing
 from .plan_cache import Plan, Plans
 
 _WHOLE = "whole"
@@ -95,18 +96,16 @@ class RegionForms:
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
-            error = flight.exception()
-            if error is None:
+            with failing(ready.set_exception):
                 form = flight.result()
                 ready.set_result(Ladder(self, words, form, rungs) if words or rungs else form)
-            else:
-                ready.set_exception(error)
 
         def give_first(flight: Future[Any]) -> None:
-            if words and flight.exception() is not None:  # it is not in the cache any more, and may not be compiled
-                self._submitted((), usual).add_done_callback(functools.partial(give, ()))
-            else:
-                give(words, flight)
+            with failing(ready.set_exception):
+                if words and flight.exception() is not None:  # it is not in the cache any more, and may not be compiled
+                    self._submitted((), usual).add_done_callback(functools.partial(give, ()))
+                else:
+                    give(words, flight)
 
         found = self._found(words) if _WHOLE in words else usual
         self._submitted(words, found).add_done_callback(give_first)
@@ -207,14 +206,14 @@ class RegionForms:
             builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
             executables: dict[int, Executable] = {}
             for build in flown:
-                try:
+                with failing(lambda error, build=build: made.set_exception(UnbuiltError(build.about, error))):
                     executables[id(build.program)] = builder.executable(build, device)
-                except BaseException as error:  # noqa: BLE001 -- whoever reads the values raises it; Ctrl-C too
-                    made.set_exception(UnbuiltError(build.about, error))
+                if made.done():
                     return
-            self._digests[words] = [build.plan.key.digest for build in flown]
-            self._compile_ms[words] = sum(self._compiles_for(e.loaded) for e in executables.values())
-            made.set_result(self._form(executables))
+            with failing(made.set_exception):
+                self._digests[words] = [build.plan.key.digest for build in flown]
+                self._compile_ms[words] = sum(self._compiles_for(e.loaded) for e in executables.values())
+                made.set_result(self._form(executables))
 
         _when_all(builds, tell)
         return made

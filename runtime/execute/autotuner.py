@@ -83,7 +83,7 @@ class Ladder:
             return self._usual.result() if self._usual is not None and self._usual.done() else None
         if not self._rungs or self._forms.is_fixed():
             return self.form
-        if self._rival is not None or self._launches >= _FIRST and not self._seconds:
+        if self._rival is not None or (self._launches >= _FIRST and not self._seconds):
             return None
         words = *self._words, self._rungs[0]
         return None if self._forms.is_due(words, self._launches + 1, self._seconds) else self.form

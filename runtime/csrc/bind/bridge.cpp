@@ -228,7 +228,8 @@ void report_waiting(const std::string& what, double seconds) {
 
 void finish_device(c10::DeviceIndex device) {
   AcquireGil gil;
-  interruptible([&] { engine().attr("finish")(static_cast<int>(device)); });
+  interruptible([&] { engine().attr("await_launches")(static_cast<int>(device)); });
+  guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
 }
 
 void launch(const WorkRef& work) {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -43,6 +44,7 @@ struct Queue {
   bool has_started = false;
   int num_running = 0;                 // of launcher and planner
   std::vector<unsigned long> threads;  // these, as Python names them
+  std::vector<std::thread> handles;
 
   // Held while the front of `works` is launched: launches happen in one order, in whichever thread is there first.
   // Never waited for with the GIL or `mutex` held.
@@ -162,7 +164,7 @@ void start_threads() {
   queue->has_started = true;
   for (auto* loop : {&launch_loop, &plan_loop}) {
     queue->num_running++;
-    std::thread([loop] {
+    queue->handles.emplace_back([loop] {
       {
         QueueLock lock;
         queue->threads.push_back(PyThread_get_thread_ident());
@@ -172,7 +174,7 @@ void start_threads() {
       queue->num_running--;
       std::erase(queue->threads, PyThread_get_thread_ident());
       queue->changed.notify_all();
-    }).detach();
+    });
   }
 }
 
@@ -529,6 +531,8 @@ bool shutdown(double seconds) {
   }
   ReleaseGil release;
   have_ended = await_threads(deadline);
+  for (auto& thread : queue->handles) have_ended ? thread.join() : thread.detach();
+  queue->handles.clear();
   await_sleep(others, deadline);
   return have_ended;
 }
