@@ -2,7 +2,11 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/pythoncapi_compat.h>
 #include <torch/version.h>
+#include <unistd.h>
+
+#include <exception>
 
 #include "bind/bridge.h"
 #include "bind/process_group.h"
@@ -240,11 +244,23 @@ void bind_engine_types(py::module& m) {
       .def("failed", [](Work& w, py::object error) { work_failed(w, error.ptr()); });
 }
 
+std::terminate_handler terminate_otherwise = nullptr;
+
+// A thread that comes back from a library's long wait, such as that for a rank that has ended, asks for the GIL.  While
+// Python ends, it unwinds the thread instead, and a `noexcept` frame of the library on the way would end the process
+// with SIGABRT.  Such a thread waits here for the process to end by itself.
+[[noreturn]] void park_while_python_ends() {
+  while (Py_IsFinalizing() && gettid() != getpid()) pause();
+  if (terminate_otherwise) terminate_otherwise();
+  std::abort();
+}
+
 }  // namespace
 }  // namespace torchtpu
 
 PYBIND11_MODULE(_C, m) {
   using namespace torchtpu;
+  terminate_otherwise = std::set_terminate(park_while_python_ends);
   m.attr("built_torch_version") = TORCH_VERSION;
   bind_device(m);
   bind_engine_types(m);
