@@ -19,12 +19,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torchtpu.compiler_cache import BundleError, DamagedEntry, DirectoryStore, Key, NullStore, export_bundle
 from torchtpu.compiler_cache import import_bundle as take_bundle
 from torchtpu.compiler_cache.entry import HEAD_BYTES, decode_whole, encode
 
+GUIDED = ("torchtpu.compiler_cache", "torchtpu.runtime.ir.checked", "torchtpu.runtime.ir.manifest")
 KINDS = ("entries", "plans", "manifests", "bundles")
 
 
@@ -352,8 +354,12 @@ def report(kind: str, seed: str, crash: Crash) -> str:
 def run_guided(kind: str, options: list[str]) -> None:
     import atheris
 
-    with atheris.instrument_imports(include=["torchtpu.compiler_cache", "torchtpu.runtime.ir"]):
-        tried = target(kind)
+    tried = target(kind)
+    for module in [m for name, m in sys.modules.items() if name.startswith(GUIDED)]:
+        for found in vars(module).values():
+            for function in (found, *(vars(found).values() if isinstance(found, type) else ())):
+                if isinstance(function, FunctionType) and function.__module__ == module.__name__:
+                    atheris.instrument_func(function)
     folder = Path(tempfile.mkdtemp())
     for number, data in enumerate(tried.corpus):
         (folder / str(number)).write_bytes(data)
