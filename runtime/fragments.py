@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torchtpu.compiler_cache import Key, Store
 
 from . import fingerprint
+from .bailouts import Bailouts
 from .calls import Entry, Lowerings, Parameter, describe_results, parameters
 from .counters import Counters
 from .region import Op
@@ -56,6 +57,11 @@ class Fragments:
         # What was used since the older half was forgotten, and that half; both change by single steps of the GIL.
         self._known: dict[str, Fragment] = {}
         self._older: dict[str, Fragment] = {}
+
+    @property
+    def bailouts(self) -> Bailouts:
+        """Where it is noted that an optimisation failed."""
+        return self._counters.bailouts
 
     def maps(self, op: Op) -> bool:
         """Whether an op goes through its lists in step, element by element."""
@@ -138,11 +144,12 @@ class Fragments:
                 stored = self._store.get(self._disk_key(key, entry)) if self._store.keeps and entry.persists else None
             except Exception as error:
                 raise explained(op, error) from error
-            if stored is None:
+            if stored is not None:
+                with self.bailouts.attempt("fragment on disk", op.line):
+                    added[key] = _decode(stored)
+                    self._counters.fragment_hits_disk += 1
+            if key not in added:
                 waiting.append((key, op, entry))
-            else:
-                self._counters.fragment_hits_disk += 1
-                added[key] = _decode(stored)
         for first in range(0, len(waiting), _BATCH):
             added.update(self._trace(waiting[first : first + _BATCH], watched))
         for key, fragment in added.items():

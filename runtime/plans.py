@@ -74,8 +74,10 @@ class Plans:
         key = self._key("plan", program, _EMISSION, is_flat=is_flat)
         stored = None if key is None else self._store.get(key)
         if stored is not None:
-            self._counters.plan_hits_disk += 1
-            return self._decode(stored, program, homes, is_flat=is_flat)
+            with self._counters.bailouts.attempt("plan on disk", program.line):
+                plan = self._decode(stored, program, homes, is_flat=is_flat)
+                self._counters.plan_hits_disk += 1
+                return plan
         module = lower(program, self._fragments, is_flat=is_flat)
         digest, has_lapack = program_digest(module.text), calls_lapack(module.text)
         if key is not None and self._is_usual():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchtpu import metrics
+from torchtpu import metrics, startup
 
 OUTCOME = pytest.StashKey[pytest.CallInfo[None]]()
 
@@ -80,6 +80,17 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     for thread in user_threads() - threads:
         thread.join(timeout=5)
     assert user_threads() <= threads, "a thread outlives the test"
+
+
+@pytest.fixture(autouse=True)
+def no_optimisation_fails(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test ends without an optimisation that raised, but for those that its marker `bailouts` names."""
+    bailouts = startup.engine_counters().bailouts.last
+    bailouts.clear()
+    yield
+    expected = {name for marker in request.node.iter_markers("bailouts") for name in marker.args}
+    unexpected = [str(bailout) for bailout in bailouts if bailout.what not in expected]
+    assert not unexpected, "\n".join(unexpected)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from torchtpu.distributed.chips import rank_environment
 from torchtpu.ops import composed
 from torchtpu.ops.registry import Row
 from torchtpu.runtime import _C
+from torchtpu.runtime.bailouts import Bailouts
 from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.counters import Counters
 from torchtpu.runtime.fleet import Fleet
@@ -38,7 +39,7 @@ class LazyEngine:
     """What the recorder calls: answers what needs no engine itself and starts the engine for the rest."""
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = Counters(bailouts=Bailouts(lambda: "cluster" in config.get("log")))
         self.observers: list[Observer] = []  # explain's
         self.recompilations: Any = None  # what has varied, once the engine has started
         self.served: dict[str, str] = {}  # every op name registered -> the op whose lowering serves it

@@ -24,6 +24,7 @@ import torch
 from torchtpu import config, startup
 from torchtpu.explaining import page, report
 from torchtpu.explaining.differences import makers
+from torchtpu.runtime.bailouts import Bailout
 from torchtpu.runtime.observe import Called, Launched
 
 
@@ -107,6 +108,7 @@ class Listener:
         self.reads: list[Read] = []
         self.fallbacks: list[Fallback] = []
         self.rooms: list[Room] = []
+        self.bailouts: list[Bailout] = []  # known once it is closed
         self.made: list[Made] = []
         self._outputs: dict[str, list[Any]] = {}  # the op that made each output, by program
         self._most_made = 10_000  # before those are dropped of which nothing is alive
@@ -151,6 +153,7 @@ class Listener:
         self._waiting.put(None)
         self._watcher.join()
         self.finished = time.perf_counter()
+        self.bailouts = [b for b in startup.engine_counters().bailouts.last if b.at >= self.started]
 
     def _watch(self) -> None:
         while (run := self._waiting.get()) is not None:
