@@ -169,7 +169,10 @@ def run(program: Program, device: str, *, is_to_fail: bool = False) -> tuple[lis
 def difference(program: Program) -> str:
     """How the devices differ in what they read; empty where they do not."""
     expected, error = run(program, "cpu")
-    if error.startswith(("NameError", "UnboundLocalError", "SyntaxError", "NotImplementedError")) or "not impl" in error:
+    if (
+        error.startswith(("NameError", "UnboundLocalError", "SyntaxError", "NotImplementedError"))
+        or "not impl" in error
+    ):
         return ""
     found, other = run(program, "tpu", is_to_fail=bool(error))
     if other.startswith("NotImplementedError") or ("refused", "NotImplementedError") in found:
@@ -220,7 +223,8 @@ def is_shaky(program: Program) -> bool:
 
 # ---- drawing them
 
-UNARY = """
+UNARY = (
+    """
 {x} + 1|{x} * 2 - 1|-{x}|{x}.abs()|{x}.sin()|{x}.tanh()|{x}.sigmoid()|{x}.relu()|(-{x}.abs()).exp()|{x}.square()
 {x} > 0|{x} == 0|{x}.clamp(-1, 1)|{x} + n|{x} * {x}.shape[0]|{x}.sum()|{x}.sum({d})|{x}.sum({d}, keepdim=True)|{x}.mean({d})
 {x}.mean()|{x}.amax({d})|{x}.amin({d}, keepdim=True)|{x}.argmax()|{x}.argmax({d})|{x}.argmin({d})|{x}.cumsum({d})
@@ -236,8 +240,12 @@ torch.zeros_like({x}) + 3|torch.full((n, 3), 1.5, device=device)|torch.stack([{x
 torch.linspace(0, 1, n, device=device)|{x}.cummax({d})[0]|{x}.count_nonzero({d})|{x}.trace()|{x}.diagonal().sum()
 F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None], is_causal=True)[0, 0]
 F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None])[0, 0]|torch.tensor({x}.shape, device=device)
-""".replace("\n", "|").strip("|").split("|")
-BINARY = """
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
+BINARY = (
+    """
 {x} + {y}|{x} - {y}|{x} * {y}|{x} / ({y}.abs() + 1)|torch.maximum({x}, {y})|torch.where({x} > {y}, {x}, {y})|{x} < {y}
 {x} @ {y}|{x} @ {y}.mT|{x}.mT @ {y}|torch.cat([{x}, {y}], {d})|torch.cat([{y}, {x}[:1]])|{x} * {y}.sum()|{x} - {y}.mean({d}, keepdim=True)
 torch.outer({x}.flatten(), {y}.flatten())|torch.addmm({x}, {y}, {y}.mT)|torch.lerp({x}, {y}, 0.3)|{x}.pow(2) + {y}
@@ -246,29 +254,44 @@ F.linear({x}, {y})|torch.einsum('ij,kj->ik', {x}, {y})|F.mse_loss({x}, {y})|torc
 F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {y}[None, None])[0, 0]
 F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {y}[None, None], is_causal=True)[0, 0]
 F.embedding({x}.argmax(-1) % {y}.shape[0], {y})|{x}.scatter({d}, {x}.argmax({d}, keepdim=True), {y})|torch.hstack([{x}, {y}])
-""".replace("\n", "|").strip("|").split("|")
-VIEWS = """
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
+VIEWS = (
+    """
 {x}[0]|{x}[-1]|{x}[1:]|{x}[:-1]|{x}[::2]|{x}[:, 0]|{x}[:, 1:]|{x}[..., ::2]|{x}.t()|{x}.transpose(0, -1)|{x}.reshape(-1)
 {x}.view(-1)|{x}.unsqueeze(0)|{x}.unsqueeze({d})|{x}.squeeze()|{x}.flatten()|{x}.expand(2, *{x}.shape)|{x}.select({d}, 0)
 {x}.narrow({d}, 0, 1)|{x}.diagonal()|{x}.movedim(0, -1)|{x}.chunk(2)[0]|{x}.split(2)[-1]|{x}.unbind({d})[-1]|{x}.mT
-{x}.unfold({d}, 2, 1)|{x}.view(*{x}.shape, 1)|{x}.reshape(2, -1)|{x}.detach()|{x}.view_as({x})|{x}[None]|{x}[1:-1]
+{x}[..., 1::2]|{x}.view(*{x}.shape, 1)|{x}.reshape(2, -1)|{x}.detach()|{x}.view_as({x})|{x}[None]|{x}[1:-1]
 {x}.as_strided(({x}.shape[0],), (1,))|{x}.swapaxes(0, -1)|{x}[n // 2:]|{x}[:n // 2]|{x}[lap % {x}.shape[0]]
-""".replace("\n", "|").strip("|").split("|")
-WRITES = """
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
+WRITES = (
+    """
 {x}.add_(1)|{x}.mul_(0.5)|{x}.mul_(2)|{x}.add_({y})|{x}.copy_({y})|{x}.sub_({y}.mean())|{x}.zero_()|{x}.fill_(3)|{x}.clamp_(-2, 2)
 {x}[0] = 1|{x}[-1] = {y}[0]|{x}[:, 0] = 2|{x}[1:] += 1|{x}[{x} > 0] = 0|{x}.t()[0] = 4|{x}.neg_()|{x}.sigmoid_()|{x}[lap % {x}.shape[0]] = lap
 {x}.masked_fill_({x} < 0, 0.25)|{x}.index_fill_({d}, torch.tensor([0], device=device), 5)|{x}.scatter_({d}, {y}.argmax({d}, keepdim=True), 1)
 {x}.index_add_(0, torch.tensor([0, -1], device=device) % {x}.shape[0], {x}[:2].clone())|torch.add({x}, {y}, out={x})|{x}[:-1] = {x}[1:].clone()
 torch.mul({x}, 2, out={x})|torch.sin({x}, out={x})|torch.sum({x}.clone(), {d}, out={y})|{x}.index_put_((torch.tensor([0], device=device),), {y}[0], accumulate=True)
 {x}.view(-1)[::3] = 7|{x}.diagonal().fill_(1)|{x}.resize_(3, 3).fill_(1)|{x}.set_({y})|{x}.data = {y}|{x}.transpose_(0, 1)|{x}.unsqueeze_(0)
-""".replace("\n", "|").strip("|").split("|")
-REFUSED = """
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
+REFUSED = (
+    """
 {x}[{x}.shape[0] + 2]|{x} + {x}.new_zeros({x}.shape[-1] + 3)|{x}.view(7, 11, 13)|{x} @ {x}.new_zeros(17, 2)
 {x}[torch.tensor([1, 99999], device=device)]|{x}.index_select(0, torch.tensor([99999], device=device))|{x}.sum(9)
 F.embedding(torch.tensor([99999], device=device), {x})|torch.cat([{x}, {x}.new_zeros(2, 3, 4, 5)])|{x}.squeeze(8)
 {x}.add_({x}.new_zeros(3, 4, 5, 6))|torch.stack([{x}, {x}[None]])|{x}.gather(0, torch.full_like({x}, 99999).long())
 {x}.expand(5, 6, 7, 8, 9)|torch.mm({x}[None], {x})|{x}.reshape(-1, 1013)|{x}[..., 2000]|{x}.copy_({x}.new_zeros(5, 6, 7))
-""".replace("\n", "|").strip("|").split("|")
+""".replace("\n", "|")
+    .strip("|")
+    .split("|")
+)
 
 
 @functools.cache
@@ -313,7 +336,7 @@ def _call(name: str, sample: Any) -> tuple[str, int] | None:
     except ValueError:
         return None
     text = f"{name}({', '.join(words)})"
-    return (text, count) if 0 < count <= 3 and len(text) < 200 and "nan" not in text and "inf" not in text else None
+    return (text, count) if 0 < count <= 3 and len(text) < 200 and not re.search("nan|inf|device", text) else None
 
 
 class Author:
@@ -341,10 +364,14 @@ class Author:
             self._keep(before, f"s{k} = data({shape}, {dtypes[k]}, {draw.randrange(100)})", f"s{k}")
         if draw.random() < 0.15:
             self._keep(before, f"p = data((4, 4), torch.float64, {draw.randrange(100)}).requires_grad_()", "")
-            name = draw.choice(["SGD([p], lr=0.1, momentum=0.9", "Adam([p], lr=0.1", "AdamW([p], lr=0.01", "SGD([p], lr=0.1"])
+            name = draw.choice(
+                ["SGD([p], lr=0.1, momentum=0.9", "Adam([p], lr=0.1", "AdamW([p], lr=0.01", "SGD([p], lr=0.1"]
+            )
             self._keep(before, f"optimizer = torch.optim.{name})", "")
         for k in range(draw.randint(1, 3)):
-            shape = draw.choice(["(n, 4)", "(n, 4)", "(n,)", "(4, n)", "(n, n)", "(2, n, 4)", "(n + 2, 4)", "(2 * n, 4)"])
+            shape = draw.choice(
+                ["(n, 4)", "(n, 4)", "(n,)", "(4, n)", "(n, n)", "(2, n, 4)", "(n + 2, 4)", "(2 * n, 4)"]
+            )
             self._keep(body, f"x{k} = data({shape}, {dtypes[2 + k]}, {draw.randrange(100)} + lap)", f"x{k}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -399,7 +426,9 @@ class Author:
 
     def _make(self, body: list[str]) -> bool:
         name = self._new()
-        return self._keep(body, f"{name} = {self._fill(self._draw.choice(self._draw.choice([UNARY, BINARY, VIEWS])))}", name)
+        return self._keep(
+            body, f"{name} = {self._fill(self._draw.choice(self._draw.choice([UNARY, BINARY, VIEWS])))}", name
+        )
 
     def _sample(self, body: list[str]) -> bool:
         _, calls = self._draw.choice(library())
@@ -448,17 +477,26 @@ class Author:
 
     def _backward(self, body: list[str]) -> bool:
         if "optimizer" in self._names:
-            loss = self._draw.choice(["(p @ p).sin().sum()", "(p * {x}.double().sum().tanh()).square().mean()", "p.softmax(0)[0].sum()"])
+            loss = self._draw.choice(
+                ["(p @ p).sin().sum()", "(p * {x}.double().sum().tanh()).square().mean()", "p.softmax(0)[0].sum()"]
+            )
             lines = ["optimizer.zero_grad()", f"({self._fill(loss)}).backward()", "optimizer.step()"]
             return self._keep(body, "; ".join(lines), "") and self._keep(body, "read(p)", "")
         x = self._fill("{x}")
         self._count += 1
         leaf, text = f"g{self._count}", self._fill(self._draw.choice([*UNARY, *BINARY])).replace(x, f"g{self._count}")
-        lines = [f"{leaf} = {x}.detach().double().clone().requires_grad_()", f"({text}).double().square().sum().backward()"]
+        lines = [
+            f"{leaf} = {x}.detach().double().clone().requires_grad_()",
+            f"({text}).double().square().sum().backward()",
+        ]
         return self._keep(body, "; ".join(lines), "") and self._keep(body, f"{leaf} = {leaf}.grad", leaf)
 
     def _grow(self, body: list[str]) -> bool:
-        return self._keep(body, self._draw.choice(["s0 = torch.cat([s0, s0[-1:] * 0.5])", "s0 = s0 + 1", "s0 = torch.cat([s0[-1:], s0])"]), "s0")
+        return self._keep(
+            body,
+            self._draw.choice(["s0 = torch.cat([s0, s0[-1:] * 0.5])", "s0 = s0 + 1", "s0 = torch.cat([s0[-1:], s0])"]),
+            "s0",
+        )
 
     def _forget(self, body: list[str]) -> bool:
         if len(self._variables) < 4:
@@ -568,7 +606,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--programs", type=int)
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--reference", action="store_true", help="run ops by PyTorch: what the recorder alone gets wrong")
+    parser.add_argument(
+        "--reference", action="store_true", help="run ops by PyTorch: what the recorder alone gets wrong"
+    )
     parser.add_argument("--compile", action="store_true", help="use torch.compile in some")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--show", action="store_true", help="print the first program and what it reads, and stop")
@@ -599,12 +639,18 @@ def main() -> None:
                 classes[finding.how.partition(":")[0]] += 1
                 print(finding, "\n", flush=True)
             if number % 100 == 0:
-                print(f"# {number} programs in {time.monotonic() - started:.0f} s, {sum(classes.values())} differ", flush=True)
+                print(
+                    f"# {number} programs in {time.monotonic() - started:.0f} s, {sum(classes.values())} differ",
+                    flush=True,
+                )
     except BaseException:
         traceback.print_exc()
         raise
     finally:
-        print(f"# {number} programs from seed {options.seed} in {time.monotonic() - started:.0f} s: {dict(classes)}", flush=True)
+        print(
+            f"# {number} programs from seed {options.seed} in {time.monotonic() - started:.0f} s: {dict(classes)}",
+            flush=True,
+        )
     raise SystemExit(1 if classes else 0)
 
 
