@@ -16,6 +16,7 @@ import functools
 import random
 import re
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -153,7 +154,7 @@ def run(program: Program, device: str, *, is_to_fail: bool = False) -> tuple[lis
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exec(compile(program.source(), f"<program {program.seed}>", "exec"), names)  # noqa: S102
+            exec(compile(program.source(), f"<program {program.seed}>", "exec"), names)
             if is_to_fail:
                 torch.tpu.synchronize()  # raises what no read has
     except Exception as error:
@@ -223,80 +224,86 @@ def is_shaky(program: Program) -> bool:
 
 # ---- drawing them
 
-UNARY = (
+
+def templates(text: str) -> list[str]:
+    """Statements, `|` or a line between them; `{x}` and `{y}` stand for tensors, `{d}` for a dimension."""
+    return [statement for statement in re.split(r"[|\n]", text) if statement.strip()]
+
+
+UNARY = templates(
     """
 {x} + 1|{x} * 2 - 1|-{x}|{x}.abs()|{x}.sin()|{x}.tanh()|{x}.sigmoid()|{x}.relu()|(-{x}.abs()).exp()|{x}.square()
-{x} > 0|{x} == 0|{x}.clamp(-1, 1)|{x} + n|{x} * {x}.shape[0]|{x}.sum()|{x}.sum({d})|{x}.sum({d}, keepdim=True)|{x}.mean({d})
-{x}.mean()|{x}.amax({d})|{x}.amin({d}, keepdim=True)|{x}.argmax()|{x}.argmax({d})|{x}.argmin({d})|{x}.cumsum({d})
-{x}.softmax({d})|{x}.log_softmax({d})|{x}.flip({d})|{x}.roll(1, {d})|{x}.roll(2)|{x}.prod({d})|{x}.var({d})|{x}.std()
-{x}.any({d})|{x}.all()|{x}.tril()|{x}.triu(1)|{x}.clone()|{x}.contiguous()|{x}.to(torch.float64)|{x}.to(torch.int64)
-{x}.to(torch.float32)|{x}.bool()|{x}.logsumexp({d})|{x}.norm()|{x}.sort({d})[0]|{x}.nonzero()|{x}[{x} > 0]
-{x}.masked_fill({x} > 0, 2)|torch.where({x} > 0, {x}, 0)|{x}.repeat(2, 1)|{x}.repeat_interleave(2, {d})|{x}.max({d})[0]
-F.layer_norm({x}, {x}.shape[-1:])|F.gelu({x})|F.pad({x}, (1, 1))|F.one_hot({x}.argmax(-1), 16)|{x}.new_zeros(n, 2)
-torch.arange(n, device=device) * 2|torch.arange(n, n + 3, device=device)|torch.eye(n, device=device)|{x}.max()|{x}.min()
-torch.zeros_like({x}) + 3|torch.full((n, 3), 1.5, device=device)|torch.stack([{x}, {x}])|torch.cat([{x}, {x}], {d})
-{x}.gather({d}, {x}.argmax({d}, keepdim=True))|{x}.index_select({d}, torch.arange({x}.shape[{d}] // 2, device=device))
+{x} > 0|{x} == 0|{x}.clamp(-1, 1)|{x} + n|{x} * {x}.shape[0]|{x}.sum()|{x}.sum({d})|{x}.sum({d}, keepdim=True)
+{x}.mean({d})|{x}.mean()|{x}.amax({d})|{x}.amin({d}, keepdim=True)|{x}.argmax()|{x}.argmax({d})|{x}.argmin({d})
+{x}.cumsum({d})|{x}.softmax({d})|{x}.log_softmax({d})|{x}.flip({d})|{x}.roll(1, {d})|{x}.roll(2)|{x}.prod({d})
+{x}.var({d})|{x}.std()|{x}.any({d})|{x}.all()|{x}.tril()|{x}.triu(1)|{x}.clone()|{x}.contiguous()
+{x}.to(torch.float64)|{x}.to(torch.int64)|{x}.to(torch.float32)|{x}.bool()|{x}.logsumexp({d})|{x}.norm()
+{x}.sort({d})[0]|{x}.nonzero()|{x}[{x} > 0]|{x}.masked_fill({x} > 0, 2)|torch.where({x} > 0, {x}, 0)
+{x}.repeat(2, 1)|{x}.repeat_interleave(2, {d})|{x}.max({d})[0]|F.layer_norm({x}, {x}.shape[-1:])|F.gelu({x})
+F.pad({x}, (1, 1))|F.one_hot({x}.argmax(-1), 16)|{x}.new_zeros(n, 2)|torch.arange(n, device=device) * 2
+torch.arange(n, n + 3, device=device)|torch.eye(n, device=device)|{x}.max()|{x}.min()|torch.zeros_like({x}) + 3
+torch.full((n, 3), 1.5, device=device)|torch.stack([{x}, {x}])|torch.cat([{x}, {x}], {d})
+{x}.gather({d}, {x}.argmax({d}, keepdim=True))
+{x}.index_select({d}, torch.arange({x}.shape[{d}] // 2, device=device))
 {x}[torch.arange({x}.shape[0], device=device) // 2]|{x}[-1] * 2|{x}.diff(dim={d})|{x}.unfold({d}, 2, 1).sum(-1)
 torch.linspace(0, 1, n, device=device)|{x}.cummax({d})[0]|{x}.count_nonzero({d})|{x}.trace()|{x}.diagonal().sum()
 F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None], is_causal=True)[0, 0]
-F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None])[0, 0]|torch.tensor({x}.shape, device=device)
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
+F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None])[0, 0]
+torch.tensor({x}.shape, device=device)
+"""
 )
-BINARY = (
+BINARY = templates(
     """
-{x} + {y}|{x} - {y}|{x} * {y}|{x} / ({y}.abs() + 1)|torch.maximum({x}, {y})|torch.where({x} > {y}, {x}, {y})|{x} < {y}
-{x} @ {y}|{x} @ {y}.mT|{x}.mT @ {y}|torch.cat([{x}, {y}], {d})|torch.cat([{y}, {x}[:1]])|{x} * {y}.sum()|{x} - {y}.mean({d}, keepdim=True)
-torch.outer({x}.flatten(), {y}.flatten())|torch.addmm({x}, {y}, {y}.mT)|torch.lerp({x}, {y}, 0.3)|{x}.pow(2) + {y}
-F.linear({x}, {y})|torch.einsum('ij,kj->ik', {x}, {y})|F.mse_loss({x}, {y})|torch.cdist({x}, {y})|torch.stack([{x}, {y}], 1)
-{x}.masked_fill({y} > 0, 0.5)|{x}[{y} > 0]|torch.logical_xor({x}, {y})|torch.bmm({x}[None], {y}[None])
+{x} + {y}|{x} - {y}|{x} * {y}|{x} / ({y}.abs() + 1)|torch.maximum({x}, {y})|torch.where({x} > {y}, {x}, {y})
+{x} < {y}|{x} @ {y}|{x} @ {y}.mT|{x}.mT @ {y}|torch.cat([{x}, {y}], {d})|torch.cat([{y}, {x}[:1]])|{x} * {y}.sum()
+{x} - {y}.mean({d}, keepdim=True)|torch.outer({x}.flatten(), {y}.flatten())|torch.addmm({x}, {y}, {y}.mT)
+torch.lerp({x}, {y}, 0.3)|{x}.pow(2) + {y}|F.linear({x}, {y})|torch.einsum('ij,kj->ik', {x}, {y})
+F.mse_loss({x}, {y})|torch.cdist({x}, {y})|torch.stack([{x}, {y}], 1)|{x}.masked_fill({y} > 0, 0.5)|{x}[{y} > 0]
+torch.logical_xor({x}, {y})|torch.bmm({x}[None], {y}[None])
 F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {y}[None, None])[0, 0]
 F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {y}[None, None], is_causal=True)[0, 0]
-F.embedding({x}.argmax(-1) % {y}.shape[0], {y})|{x}.scatter({d}, {x}.argmax({d}, keepdim=True), {y})|torch.hstack([{x}, {y}])
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
+F.embedding({x}.argmax(-1) % {y}.shape[0], {y})|{x}.scatter({d}, {x}.argmax({d}, keepdim=True), {y})
+torch.hstack([{x}, {y}])
+"""
 )
-VIEWS = (
+VIEWS = templates(
     """
-{x}[0]|{x}[-1]|{x}[1:]|{x}[:-1]|{x}[::2]|{x}[:, 0]|{x}[:, 1:]|{x}[..., ::2]|{x}.t()|{x}.transpose(0, -1)|{x}.reshape(-1)
-{x}.view(-1)|{x}.unsqueeze(0)|{x}.unsqueeze({d})|{x}.squeeze()|{x}.flatten()|{x}.expand(2, *{x}.shape)|{x}.select({d}, 0)
-{x}.narrow({d}, 0, 1)|{x}.diagonal()|{x}.movedim(0, -1)|{x}.chunk(2)[0]|{x}.split(2)[-1]|{x}.unbind({d})[-1]|{x}.mT
-{x}[..., 1::2]|{x}.view(*{x}.shape, 1)|{x}.reshape(2, -1)|{x}.detach()|{x}.view_as({x})|{x}[None]|{x}[1:-1]
-{x}.as_strided(({x}.shape[0],), (1,))|{x}.swapaxes(0, -1)|{x}[n // 2:]|{x}[:n // 2]|{x}[lap % {x}.shape[0]]
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
+{x}[0]|{x}[-1]|{x}[1:]|{x}[:-1]|{x}[::2]|{x}[:, 0]|{x}[:, 1:]|{x}[..., ::2]|{x}.t()|{x}.transpose(0, -1)
+{x}.reshape(-1)|{x}.view(-1)|{x}.unsqueeze(0)|{x}.unsqueeze({d})|{x}.squeeze()|{x}.flatten()
+{x}.expand(2, *{x}.shape)|{x}.select({d}, 0)|{x}.narrow({d}, 0, 1)|{x}.diagonal()|{x}.movedim(0, -1)|{x}.chunk(2)[0]
+{x}.split(2)[-1]|{x}.unbind({d})[-1]|{x}.mT|{x}[..., 1::2]|{x}.view(*{x}.shape, 1)|{x}.reshape(2, -1)|{x}.detach()
+{x}.view_as({x})|{x}[None]|{x}[1:-1]|{x}.as_strided(({x}.shape[0],), (1,))|{x}.swapaxes(0, -1)|{x}[n // 2:]
+{x}[:n // 2]|{x}[lap % {x}.shape[0]]
+"""
 )
-WRITES = (
+WRITES = templates(
     """
-{x}.add_(1)|{x}.mul_(0.5)|{x}.mul_(2)|{x}.add_({y})|{x}.copy_({y})|{x}.sub_({y}.mean())|{x}.zero_()|{x}.fill_(3)|{x}.clamp_(-2, 2)
-{x}[0] = 1|{x}[-1] = {y}[0]|{x}[:, 0] = 2|{x}[1:] += 1|{x}[{x} > 0] = 0|{x}.t()[0] = 4|{x}.neg_()|{x}.sigmoid_()|{x}[lap % {x}.shape[0]] = lap
-{x}.masked_fill_({x} < 0, 0.25)|{x}.index_fill_({d}, torch.tensor([0], device=device), 5)|{x}.scatter_({d}, {y}.argmax({d}, keepdim=True), 1)
-{x}.index_add_(0, torch.tensor([0, -1], device=device) % {x}.shape[0], {x}[:2].clone())|torch.add({x}, {y}, out={x})|{x}[:-1] = {x}[1:].clone()
-torch.mul({x}, 2, out={x})|torch.sin({x}, out={x})|torch.sum({x}.clone(), {d}, out={y})|{x}.index_put_((torch.tensor([0], device=device),), {y}[0], accumulate=True)
-{x}.view(-1)[::3] = 7|{x}.diagonal().fill_(1)|{x}.resize_(3, 3).fill_(1)|{x}.set_({y})|{x}.data = {y}|{x}.transpose_(0, 1)|{x}.unsqueeze_(0)
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
+{x}.add_(1)|{x}.mul_(0.5)|{x}.mul_(2)|{x}.add_({y})|{x}.copy_({y})|{x}.sub_({y}.mean())|{x}.zero_()|{x}.fill_(3)
+{x}.clamp_(-2, 2)|{x}[0] = 1|{x}[-1] = {y}[0]|{x}[:, 0] = 2|{x}[1:] += 1|{x}[{x} > 0] = 0|{x}.t()[0] = 4|{x}.neg_()
+{x}.sigmoid_()|{x}[lap % {x}.shape[0]] = lap|{x}.masked_fill_({x} < 0, 0.25)
+{x}.index_fill_({d}, torch.tensor([0], device=device), 5)|{x}.scatter_({d}, {y}.argmax({d}, keepdim=True), 1)
+{x}.index_add_(0, torch.tensor([0, -1], device=device) % {x}.shape[0], {x}[:2].clone())|torch.add({x}, {y}, out={x})
+{x}[:-1] = {x}[1:].clone()|torch.mul({x}, 2, out={x})|torch.sin({x}, out={x})|torch.sum({x}.clone(), {d}, out={y})
+{x}.index_put_((torch.tensor([0], device=device),), {y}[0], accumulate=True)|{x}.view(-1)[::3] = 7
+{x}.diagonal().fill_(1)|{x}.resize_(3, 3).fill_(1)|{x}.set_({y})|{x}.data = {y}|{x}.transpose_(0, 1)
+{x}.unsqueeze_(0)
+"""
 )
-REFUSED = (
+REFUSED = templates(
     """
 {x}[{x}.shape[0] + 2]|{x} + {x}.new_zeros({x}.shape[-1] + 3)|{x}.view(7, 11, 13)|{x} @ {x}.new_zeros(17, 2)
 {x}[torch.tensor([1, 99999], device=device)]|{x}.index_select(0, torch.tensor([99999], device=device))|{x}.sum(9)
 F.embedding(torch.tensor([99999], device=device), {x})|torch.cat([{x}, {x}.new_zeros(2, 3, 4, 5)])|{x}.squeeze(8)
 {x}.add_({x}.new_zeros(3, 4, 5, 6))|torch.stack([{x}, {x}[None]])|{x}.gather(0, torch.full_like({x}, 99999).long())
-{x}.expand(5, 6, 7, 8, 9)|torch.mm({x}[None], {x})|{x}.reshape(-1, 1013)|{x}[..., 2000]|{x}.copy_({x}.new_zeros(5, 6, 7))
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
+{x}.expand(5, 6, 7, 8, 9)|torch.mm({x}[None], {x})|{x}.reshape(-1, 1013)|{x}[..., 2000]
+{x}.copy_({x}.new_zeros(5, 6, 7))
+"""
 )
 
 
 @functools.cache
 def library() -> list[tuple[str, list[tuple[str, int]]]]:
-    """Of PyTorch's own samples those that are text but for their tensors: (the op's name, [(its call, its tensors)])."""
+    """Of PyTorch's own samples those that are text but for their tensors: an op's name, and its calls with how many."""
     found = []
     for info in subjects("op").values():
         path = info.name
@@ -386,11 +393,14 @@ class Author:
         made: Any = None
         old = self._names.get(name)
         try:
-            exec(line, self._names)  # noqa: S102
+            exec(line, self._names)
             made = self._names.get(name) if name else None
-            if name and (not isinstance(made, Tensor) or made.numel() > MOST_ELEMENTS or made.layout != torch.strided):
-                raise ValueError(name)
         except Exception:
+            is_wanted = False
+        else:
+            is_small = isinstance(made, Tensor) and made.numel() <= MOST_ELEMENTS and made.layout == torch.strided
+            is_wanted = is_small or not name
+        if not is_wanted:
             if name in self._variables:
                 self._names[name] = old
             else:
@@ -551,7 +561,7 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield with_parts(sizes=program.sizes[:i] + program.sizes[i + 1 :])
     for i, text in enumerate(program.body):
         if "\n" in text:
-            head, *inner = text.split("\n")
+            _, *inner = text.split("\n")
             yield with_parts(body=(*program.body[:i], *(line.strip() for line in inner), *program.body[i + 1 :]))
         if text.startswith("shared(dict(") and text.count("=") > 2:
             words = text[len("shared(dict(") : -2].split(", ")
@@ -619,7 +629,7 @@ def main() -> None:
         for device in ("cpu", "tpu"):
             print(f"# {device}:", *run(program, device), sep="\n")
         return
-    signal.signal(signal.SIGTERM, lambda *_: exit(1))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     classes: Counter[str] = Counter()
     number, started = 0, time.monotonic()
     if options.programs is None and options.seconds is None:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 import torchtpu
-from torchtpu import buckets, config, graphs, growth_rules, metrics, startup
-from torchtpu.runtime import _C, engine, forms, fragments, lower, plans
-from torchtpu.runtime.bailouts import Bailouts
-from torchtpu.runtime.clusters import Clusters
-from torchtpu.runtime.parts import split
+from torchtpu import config, growth_rules, metrics, startup
+from torchtpu.compile import buckets, graphs
+from torchtpu.runtime import _C, engine
+from torchtpu.runtime.compile import plan_cache, variants
+from torchtpu.runtime.lowering import emit, fragments
+from torchtpu.runtime.partition.clusters import Clusters
+from torchtpu.runtime.partition.split import split
+from torchtpu.runtime.telemetry.bailouts import Bailouts
 
 
 def fails(*args: Any, **kwargs: Any) -> Any:
@@ -71,17 +74,17 @@ def test_what_has_no_program_with_room_has_an_exact_one(way: Any, monkeypatch: p
 @pytest.mark.bailouts("clusters")
 @pytest.mark.usefixtures("all_anew")
 def test_a_region_whose_search_for_clusters_raises_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "may_have_clusters", lambda *args: True)
-    monkeypatch.setattr(plans, "search", fails)
+    monkeypatch.setattr(plan_cache, "may_have_clusters", lambda *args: True)
+    monkeypatch.setattr(plan_cache, "search", fails)
     check(lambda device: [t - 1 for t in once(device)], "clusters")
 
 
 @pytest.mark.bailouts("clusters")
 @pytest.mark.usefixtures("all_anew")
 def test_a_region_whose_clusters_are_not_compiled_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = forms.RegionForms.start
+    start = variants.RegionForms.start
     monkeypatch.setattr(engine.Engine, "_clusters", lambda self, p: Clusters(split(p, [2]), sys.maxsize))
-    monkeypatch.setattr(forms.RegionForms, "start", lambda self: fails_later() if self._clusters else start(self))
+    monkeypatch.setattr(variants.RegionForms, "start", lambda self: fails_later() if self._clusters else start(self))
     check(once, "clusters")
 
 
@@ -96,7 +99,7 @@ def test_a_region_that_is_not_split_where_its_sizes_change_is_compiled_whole(mon
     ("what", "function"), [("fences", "find_fences"), ("lists", "take_apart"), ("repetitions", "repeated")]
 )
 def test_a_text_is_written_without_what_raises(what: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, function, fails)
+    monkeypatch.setattr(emit, function, fails)
     numbers = {"fences": 3, "lists": 4, "repetitions": 5}  # no program is on disk
     check(lambda device: [torch.ones(numbers[what], 7, device=device).exp().cpu()], what)
 
@@ -104,7 +107,7 @@ def test_a_text_is_written_without_what_raises(what: str, function: str, monkeyp
 @pytest.mark.bailouts("plan on disk", "fragment on disk")
 @pytest.mark.parametrize(
     ("what", "owner", "name"),
-    [("plan on disk", plans.Plans, "_decode"), ("fragment on disk", fragments, "_decode")],
+    [("plan on disk", plan_cache.Plans, "_decode"), ("fragment on disk", fragments, "_decode")],
 )
 def test_what_cannot_be_read_from_disk_is_made_anew(
     what: str, owner: Any, name: str, all_anew: None, monkeypatch: pytest.MonkeyPatch
@@ -116,7 +119,7 @@ def test_what_cannot_be_read_from_disk_is_made_anew(
     kept._known, kept._older = {}, {}
     monkeypatch.setattr(owner, name, fails)
     if what == "fragment on disk":
-        monkeypatch.setattr(plans.Plans, "_key", lambda *args, **kwargs: None)
+        monkeypatch.setattr(plan_cache.Plans, "_key", lambda *args, **kwargs: None)
     check(run, what)
 
 
@@ -124,7 +127,7 @@ def test_what_cannot_be_read_from_disk_is_made_anew(
 @pytest.mark.usefixtures("all_anew")
 @pytest.mark.parametrize("name", ["_recalled", "is_due"])
 def test_a_region_stays_in_its_usual_form_where_choosing_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forms.RegionForms, name, fails)
+    monkeypatch.setattr(variants.RegionForms, name, fails)
     check(lambda device: [t for _ in range(4) for t in once(device)], "forms")
     assert len(startup.engine_counters().bailouts.last) == 1
 
@@ -189,7 +192,7 @@ def test_an_error_of_the_program_itself_is_raised_as_it_is_and_is_no_bailout() -
 def test_explain_and_the_log_name_the_line_and_the_cause(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lower, "find_fences", fails)
+    monkeypatch.setattr(emit, "find_fences", fails)
     with torchtpu.explain() as explanation, config.using(log="cluster"):
         torch.ones(5, 5, device="tpu").exp().cpu()
     (row,) = explanation.data["bailouts"]
