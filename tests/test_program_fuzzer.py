@@ -14,8 +14,8 @@ from reference_engine import reference_engine
 from torchtpu import config
 from torchtpu.runtime import _C
 
-PROGRAMS = 20
-OF_THE_RECORDER = 150
+PROGRAMS = 10
+OF_THE_RECORDER = 100
 MANY = 2000
 
 
