@@ -175,13 +175,13 @@ class Engine:
                 self.counters.bailouts.note(optimisation, cause, plan.line)
             plan.ready(made.result())
             return
-        failure, cause = _explained(error, plan), error.__cause__ or error
-        is_absent = isinstance(cause, NotCompiledError)
-        if not isinstance(cause, Exception) or isinstance(cause, CancelledError) or not (what or is_absent):
+        failure, reason = _explained(error, plan), error.__cause__ or error
+        is_absent = isinstance(reason, NotCompiledError)
+        if not isinstance(reason, Exception) or isinstance(reason, CancelledError) or not (what or is_absent):
             plan.failed(failure)
             return
         if not is_absent:
-            failed.append((what, cause))
+            failed.append((what, reason))
         try:
             following = next(ways, None)
             if following is None:
