@@ -29,6 +29,7 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.device.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.device.process_group import Fleet
 from torchtpu.runtime.padding.grow import Rule
+from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
 
@@ -45,7 +46,7 @@ class LazyEngine:
     """What the recorder calls: answers what needs no engine itself and starts the engine for the rest."""
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = Counters(bailouts=Bailouts(lambda: "cluster" in config.get("log")))
         self.observers: list[Observer] = []  # explain's
         self.recompilations: Any = None  # what has varied, once the engine has started
         self.served: dict[str, str] = {}  # every op name registered -> the op whose lowering serves it

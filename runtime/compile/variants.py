@@ -10,7 +10,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import torch
@@ -91,8 +91,12 @@ class RegionForms:
         """What a plan is given: the form that was the fastest, else the usual one, which others may replace. Raises
         what lowering raises."""
         usual = self._found(())
-        known = self._recalled([plan for _, plan in usual])
-        words, rungs = known or (), self._rungs if known is None else []
+        words: Words = ()
+        found, rungs = usual, self._rungs
+        with self._shop.counters.bailouts.attempt("forms", self._program.line):
+            known = self._recalled([plan for _, plan in usual])
+            if known is not None:
+                found, words, rungs = self._found(known) if _WHOLE in known else usual, known, []
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
@@ -102,12 +106,12 @@ class RegionForms:
 
         def give_first(flight: Future[Any]) -> None:
             with failing(ready.set_exception):
-                if words and flight.exception() is not None:  # it is not in the cache any more, and may not be compiled
+                if words and flight.exception() is not None:
+                    self._note(flight.exception())
                     self._submitted((), usual).add_done_callback(functools.partial(give, ()))
                 else:
                     give(words, flight)
 
-        found = self._found(words) if _WHOLE in words else usual
         self._submitted(words, found).add_done_callback(give_first)
         return ready
 
@@ -170,7 +174,18 @@ class RegionForms:
         parts = "whole" if self._clusters is None or is_whole else f"in {len(self._clusters.parts)} parts"
         return " with ".join([parts, *variants])
 
+    def bailed_out(self, error: Exception) -> None:
+        self._shop.counters.bailouts.note("forms", error, self._program.line)
+
+    def _note(self, error: BaseException | None) -> None:
+        """Notes why a form could not be made, but for those that may not be compiled."""
+        cause = error.__cause__ if isinstance(error, UnbuiltError) else error
+        if isinstance(cause, Exception) and not isinstance(cause, (NotCompiledError, CancelledError)):
+            self.bailed_out(cause)
+
     def _refuse(self, words: Words, error: BaseException | None) -> None:
+        if words:
+            self._note(error)
         if isinstance(error, UnbuiltError) and not isinstance(error.__cause__, NotCompiledError):
             self._shop.refused.update(word for word in words[-1:] if word in self._variants)
 

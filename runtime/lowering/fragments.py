@@ -18,6 +18,7 @@ from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.calls import Entry, Lowerings, Parameter, describe_results, parameters, results_of
 from torchtpu.runtime.ir.checked import error_class, fields, integer, integers, items, parsed, text
 from torchtpu.runtime.ir.program import Op
+from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
 from . import fingerprint
@@ -56,6 +57,11 @@ class Fragments:
         # What was used since the older half was forgotten, and that half; both change by single steps of the GIL.
         self._known: dict[str, Fragment] = {}
         self._older: dict[str, Fragment] = {}
+
+    @property
+    def bailouts(self) -> Bailouts:
+        """Where it is noted that an optimisation failed."""
+        return self._counters.bailouts
 
     def maps(self, op: Op) -> bool:
         """Whether an op goes through its lists in step, element by element."""

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtpu import startup
 from torchtpu.diagnostics.differences import makers
+from torchtpu.runtime.telemetry.bailouts import Bailout
 from torchtpu.runtime.telemetry.observers import Called, Launched
 
 
@@ -99,6 +101,7 @@ class Listener:
         self.reads: list[Read] = []
         self.fallbacks: list[Fallback] = []
         self.rooms: list[Room] = []
+        self.bailouts: list[Bailout] = []  # known once it is closed
         self.made: list[Made] = []
         self._outputs: dict[str, list[Any]] = {}  # the op that made each output, by program
         self._most_made = 10_000  # before those are dropped of which nothing is alive
@@ -143,6 +146,7 @@ class Listener:
         self._waiting.put(None)
         self._watcher.join()
         self.finished = time.perf_counter()
+        self.bailouts = [b for b in startup.engine_counters().bailouts.last if b.at >= self.started]
 
     def _watch(self) -> None:
         while (run := self._waiting.get()) is not None:

@@ -35,6 +35,7 @@ def build(listener: Listener) -> dict[str, Any]:
         "builds": [_build(b, start) for b in listener.builds],
         "memory": _memory(listener),
         "room": _room(listener),
+        "bailouts": [{"optimisation": b.what, "line": _where(b.line), "cause": b.cause} for b in listener.bailouts],
         "timeline": timeline,
     }
 
@@ -270,6 +271,7 @@ def text(data: dict[str, Any]) -> str:
     lines += _section(
         "room", [f"{r['count']} x {r['action']} at {_where(r['line'])}: {r['last']}" for r in data["room"]]
     )
+    lines += _section("bailouts", [f"{b['optimisation']} at {b['line']}: {b['cause']}" for b in data["bailouts"]])
     return "\n".join(lines)
 
 
