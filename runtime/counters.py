@@ -44,6 +44,7 @@ class Counters:
     regions_split: int = 0
     ops_repeated: int = 0
     out_of_memory: int = 0
+    regions_taken_apart: int = 0
 
     def snapshot(self) -> dict[str, Any]:
         """The totals as a plain dict."""

@@ -40,6 +40,7 @@ from .padded import Padded, download
 from .parts import ends_of_runs, split
 from .pjrt import Client
 from .plans import Plans
+from .recovery import Recovery
 from .region import Program
 from .room import Fixed
 from .variants import SWEEPS
@@ -116,7 +117,12 @@ class Engine:
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
-        self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
+        is_shared = self._joints.concern if self._joints else lambda program: False
+
+        def recovery(launch: Callable[[Any], None]) -> Recovery:
+            return Recovery(self.fragments, counters, self._builder.executables, launch, is_shared)
+
+        self._executor = Executor(self.client, counters, knob, memory, fitting, recovery, observers)
         # What runs a program with room, while some length of it is known.
         self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.launch
