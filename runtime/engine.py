@@ -16,34 +16,36 @@ from weakref import WeakValueDictionary
 import torch
 
 from torchtpu.compiler_cache import NullStore, Store
+from torchtpu.runtime.device.loaded import Loaded
+from torchtpu.runtime.device.sizes import nbytes_of
 
-from . import log
-from .alike import IsStructural
-from .builder import Builder
-from .calls import Entry, Lowerings
-from .clusters import Clusters
-from .compiler import Compiler, Loaded, NotCompiledError
-from .counters import Counters
-from .executor import Executor
-from .fitting import Fitting
-from .fleet import Fleet
-from .forms import RegionForms, UnbuiltError, Workshop
-from .fragments import Fragments
-from .growth import Grown, RuleOf, grow
-from .guards import Guard, recorded_at
-from .joint import Collectives
-from .joints import Joints
-from .manifest import Journal, Outcome, Recorded
-from .memory import Memory, nbytes_of
-from .observe import Observer
-from .padded import Padded, download
-from .parts import ends_of_runs, split
-from .pjrt import Client
-from .plans import Plans
-from .recovery import Recovery
-from .region import Program
-from .room import Fixed
-from .variants import SWEEPS
+from .compile.builder import Builder
+from .compile.candidates import SWEEPS
+from .compile.compiler import Compiler, NotCompiledError
+from .compile.plan_cache import Plans
+from .compile.variants import RegionForms, UnbuiltError, Workshop
+from .device.client import Client
+from .device.process_group import Fleet
+from .execute.checks import Guard, recorded_at
+from .execute.executor import Executor
+from .execute.fitting import Fitting
+from .execute.memory import Memory
+from .execute.recovery import Recovery
+from .ir.calls import Entry, Lowerings
+from .ir.manifest import Journal, Outcome, Recorded
+from .ir.program import Program
+from .ir.scalar_lifting import IsStructural
+from .lowering.fragments import Fragments
+from .padding.arrays import Padded, download
+from .padding.grow import Grown, RuleOf, grow
+from .padding.layout import Fixed
+from .partition.clusters import Clusters
+from .partition.split import ends_of_runs, split
+from .spmd.builder import Joints
+from .spmd.regions import Collectives
+from .telemetry import log
+from .telemetry.counters import Counters
+from .telemetry.observers import Observer
 
 
 class Engine:
@@ -117,10 +119,13 @@ class Engine:
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
-        is_shared = self._joints.concern if self._joints else lambda program: False
+
+        def may_run_again(program: Program, error: Exception) -> bool:
+            is_alone = not (self._joints and self._joints.concern(program))  # else other ranks may have run it
+            return is_alone and not isinstance(error, NotCompiledError)
 
         def recovery(launch: Callable[[Any], None]) -> Recovery:
-            return Recovery(self.fragments, counters, self._builder.executables, launch, is_shared)
+            return Recovery(self.fragments, counters, self._builder.executables, launch, may_run_again)
 
         self._executor = Executor(self.client, counters, knob, memory, fitting, recovery, observers)
         # What runs a program with room, while some length of it is known.

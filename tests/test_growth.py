@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtpu import config, metrics
-from torchtpu.runtime.room import room_for
+from torchtpu.runtime.padding.layout import room_for
 
 LENGTHS = [3, 4, 5, 6, 7, 9, 12, 20, 31, 32, 33, 40, 8]
 

@@ -1,5 +1,5 @@
 """Rules of ops whose arrays are longer than what counts of them: in comes a call, out go the ops that make of what
-counts what the call makes of it (see `torchtpu.runtime.growth`).
+counts what the call makes of it (see `torchtpu.runtime.padding.grow`).
 
 An op without a rule keeps its region from being given room.
 """
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops import index, shape
 from torchtpu.ops.registry import LOWERINGS, Lowering
+from torchtpu.ops.shape import index, shape
 from torchtpu.runtime import _C
-from torchtpu.runtime.calls import schema_of
-from torchtpu.runtime.growth import FIRST, Call, Changed, Roomy, Rule, plain
-from torchtpu.runtime.region import Base, Operand
-from torchtpu.runtime.room import Fixed
+from torchtpu.runtime.ir.calls import schema_of
+from torchtpu.runtime.ir.program import Base, Operand
+from torchtpu.runtime.padding.grow import FIRST, Call, Changed, Roomy, Rule, plain
+from torchtpu.runtime.padding.layout import Fixed
 
 _PLACES = "torchtpu::places"  # (self, count, dim): indices of a dimension of which `count` elements count, from 0 on
 
