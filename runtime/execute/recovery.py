@@ -7,20 +7,20 @@ before that op is computed by the ops before it; what comes after it fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime.ir.calls import results_of, written
 from torchtpu.runtime.ir.program import Op, Operand, Program, Write
-from torchtpu.runtime.ir.values import bases_of, size_of
+from torchtpu.runtime.ir.values import bases_of, rewrite, size_of
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.partition.recompute import live_bytes
 from torchtpu.runtime.partition.split import Part, split
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
 
-from .sequence import Sequence, State
+from .sequence import PartWork, Sequence, State, Unbuilt
 
 
 class OpFailedError(Exception):
@@ -33,8 +33,8 @@ class OpFailedError(Exception):
 
 
 class Recovery:
-    """`build` gives the executables of programs on a device, `launch` runs a part of a work, `may_run_again` says whether
-    ops of a program that failed with an error may be run after all."""
+    """`build` gives the executables of programs on a device, `launch` runs a part of a work, and `may_run_again` says
+    whether ops of a program that failed with an error may be run after all."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Recovery:
             else:
                 self._settle(work, error, place)
         except Exception as other:  # noqa: BLE001 -- the first error is raised, and everything rolled back
-            log.write(f"tpu: the region at {work.program.line} failed and cannot be taken apart: {other}")
+            log.write(f"tpu: a region that failed could not be taken apart: {other}")
             work.failed(error)
 
     def _settle(self, work: Any, error: Exception, place: int | None) -> None:
@@ -82,12 +82,8 @@ class Recovery:
     def _run_halves(self, work: Any, program: Program, error: Exception) -> None:
         parts = split(replace(program, donated=()), [len(program.ops) // 2])
 
-        def executable_of(number: int) -> Any:
-            return self._build([parts[number].program], work.device)[0]
-
-        sequence = Sequence(program, parts, executable_of)
-        sequence.run(work, self._launch, blamed=error)
-        self._counters.regions_taken_apart += 1
+        self._counters.regions_taken_apart += not isinstance(work, PartWork)
+        Sequence(program, parts, self._executable_of(parts, work.device)).run(work, self._launch, blamed=error)
 
     def roll_back(self, work: Any, error: BaseException, place: int) -> None:
         """Fails a work whose op number `place` failed: computes what is there before it."""
@@ -97,8 +93,8 @@ class Recovery:
         if wanted:
             part = self._prefix(program, place, wanted)
             state = State(work)
-            sequence = Sequence(replace(part.program, outputs=part.outputs), [part], self._built(part, work.device))
-            self._launch(sequence.part_work(state, 0))
+            prefix = replace(part.program, outputs=part.outputs)
+            self._launch(Sequence(prefix, [part], self._executable_of([part], work.device)).part_work(state, 0))
             bases = bases_of(program)
             for k, value in kept.items():
                 if value in state.arrays:
@@ -110,10 +106,16 @@ class Recovery:
                     work.restore(k, *state.restored[value])
         work.failed(error)
 
-    def _built(self, part: Part, device: int) -> Callable[[int], Any]:
-        return lambda _: self._build([part.program], device)[0]
+    def _executable_of(self, parts: list[Part], device: int) -> Callable[[int], Any]:
+        def find(number: int) -> Any:
+            try:
+                return self._build([parts[number].program], device)[0]
+            except Exception as error:  # noqa: BLE001 -- the part fails with it
+                return Unbuilt(error)
 
-    def _prefix(self, program: Program, place: int, wanted: Sequence[int]) -> Part:
+        return find
+
+    def _prefix(self, program: Program, place: int, wanted: Iterable[int]) -> Part:
         """What computes these values, of the ops before `place` and of later ones that take no tensor."""
         ops: list[Op] = []
         needed = set(wanted)
@@ -123,14 +125,15 @@ class Recovery:
                 continue
             if needed.isdisjoint(made.value for made in results_of(op)):
                 continue
-            ops.append(op)
-            needed.update(self._read(op))
+            read = {value: value for value in self._read(op)}
+            ops.append(rewrite(op, read.get, lambda value: value))
+            needed.update(read)
         prefix = replace(program, ops=tuple(ops[::-1]), outputs=tuple(wanted), donated=())
         return split(prefix, [])[0]
 
     def _read(self, op: Op) -> Iterator[int]:
         """The values that an op takes, those that it writes into included."""
-        (fragment, parameters), = self._fragments.find([op])
+        ((fragment, parameters),) = self._fragments.find([op])
         taken = [parameters[n] for n in fragment.used] + [written(op, write) for write in op.writes]
         for operand in taken:
             if isinstance(operand, Operand) and operand.value is not None:
@@ -172,8 +175,7 @@ def versions_at(
 
 
 def first_too_large(program: Program, room: int) -> int:
-    """The first op that eager PyTorch could not run in so many bytes, arguments included; else the one that takes most.
-    """
+    """The first op that eager PyTorch could not run in so many bytes, inputs included; else the one that takes most."""
     held = [sum(map(size_of, program.inputs)), *live_bytes(program)]
     needed = [before + _made_bytes(op) for before, op in zip(held, program.ops, strict=False)]
     return next((place for place, n in enumerate(needed) if n > room), needed.index(max(needed)))
@@ -182,7 +184,5 @@ def first_too_large(program: Program, room: int) -> int:
 def _made_bytes(op: Op) -> int:
     """What an op takes beyond what is there: a write takes nothing where something was written before."""
     return sum(
-        size_of(made.base)
-        for made in results_of(op)
-        if not isinstance(made, Write) or written(op, made).value is None
+        size_of(made.base) for made in results_of(op) if not isinstance(made, Write) or written(op, made).value is None
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -137,10 +137,14 @@ class State:
         self.errors.pop(value, None)
 
 
+class Unbuilt(NamedTuple):
+    """Stands for the executable of a part that is not compiled."""
+
+    error: Exception
+
+
 class PartWork:
     """What a launch asks of a work, for one part of it."""
-
-    build_error = None
 
     __slots__ = (
         "_part", "_restored", "_spoiled", "_state", "device", "executable", "floats", "ints", "is_slice", "region",
@@ -159,6 +163,10 @@ class PartWork:
         self._part = part
         self._spoiled: set[int] = set()
         self._restored: dict[int, Restored] = {}
+
+    @property
+    def build_error(self) -> Exception | None:
+        return self.executable.error if isinstance(self.executable, Unbuilt) else None
 
     @property
     def stopped_by(self) -> BaseException | None:
