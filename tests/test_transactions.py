@@ -94,10 +94,11 @@ class Training:
         return loss.detach()
 
     def steps(self, numbers: range, failing: int, trap: int, springs: str) -> None:
-        """Steps of which one fails, and then a read."""
+        """Steps of which one fails, and then a read, which may take the loss alone, beside what takes the memory."""
         for number in numbers:
             loss = self.step(number, trap=trap if number == failing else None, springs=springs)
         loss.item()
+        torch.tpu.synchronize()
 
     def go_on(self) -> None:
         for module in self.traps:
