@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import Backend
 
-from .ir.program import Program
+from .ir.program import Base, Program
 
 built_torch_version: str
 
@@ -36,11 +36,18 @@ class Work:
     `errors` and `guards` are those of the inputs, each with its inputs as the bits of an int; an input with an error is
     None in `inputs`.  `spoil` fails one output before the answer.  `done` takes a guard or None per output, or [].
     `run` says how this run differs from the one whose source lines its program keeps, "" where it does not.
+    `build_error` is why its program is not there, `stopped_by` the error of an earlier region whose thread was not told
+    of it yet.  Before `failed`, `keep` answers for outputs that were there before the op that failed, and `restore` says
+    what the storages of others held then.
     A slice computes for a read what a region that goes on will compute again; inputs that it lacks have an error.
     """
 
     @property
     def executable(self) -> Any: ...
+    @property
+    def build_error(self) -> Exception | None: ...
+    @property
+    def stopped_by(self) -> BaseException | None: ...
     @property
     def device(self) -> int: ...
     @property
@@ -59,6 +66,8 @@ class Work:
     def errors(self) -> list[tuple[BaseException, int]]: ...
     def guards(self) -> list[tuple[Any, int]]: ...
     def spoil(self, output: int, error: BaseException) -> None: ...
+    def keep(self, output: int, object: Any, guard: Any) -> None: ...
+    def restore(self, output: int, base: Base, object: Any, guard: Any) -> None: ...
     def done(self, objects: list[Any], guards: list[Any]) -> None: ...
     def failed(self, error: BaseException) -> None: ...
 

@@ -33,6 +33,7 @@ from .execute.checks import Guard, recorded_at
 from .execute.executor import Executor
 from .execute.fitting import Fitting
 from .execute.memory import Memory
+from .execute.recovery import Recovery
 from .ir.calls import Entry, Lowerings
 from .ir.manifest import Journal, Outcome, Recorded
 from .ir.program import Program
@@ -123,7 +124,15 @@ class Engine:
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
-        self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
+
+        def may_run_again(program: Program, error: Exception) -> bool:
+            is_alone = not (self._joints and self._joints.concern(program))  # else other ranks may have run it
+            return is_alone and not isinstance(error, NotCompiledError)
+
+        def recovery(launch: Callable[[Any], None]) -> Recovery:
+            return Recovery(self.fragments, counters, self._builder.executables, launch, may_run_again)
+
+        self._executor = Executor(self.client, counters, knob, memory, fitting, recovery, observers)
         # What runs a program with room, while some length of it is known.
         self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.launch

@@ -119,7 +119,10 @@ class Work:
         self.outputs: Any = None
         self.guards_made: list[Any] = []
         self.spoiled: dict[int, BaseException] = {}
+        self.kept: dict[int, Any] = {}
+        self.restored: dict[int, Any] = {}
         self.error: Any = None
+        self.build_error = self.stopped_by = None
 
     def inputs(self) -> list[Any]:
         return [None if isinstance(i, Exception) else i for i in self._inputs]
@@ -132,6 +135,12 @@ class Work:
 
     def spoil(self, output: int, error: BaseException) -> None:
         self.spoiled[output] = error
+
+    def keep(self, output: int, array: Any, guard: Any) -> None:
+        self.kept[output] = array
+
+    def restore(self, output: int, base: Any, array: Any, guard: Any) -> None:
+        self.restored[output] = array
 
     def done(self, outputs: list[Any], guards: list[Any]) -> None:
         self.outputs, self.guards_made = outputs, guards

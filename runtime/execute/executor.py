@@ -16,6 +16,8 @@ import torch
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.device.sizes import nbytes_of, show_bytes
+from torchtpu.runtime.ir.calls import full_name
+from torchtpu.runtime.ir.values import roots_of
 from torchtpu.runtime.lowering.emit import failed_aval
 from torchtpu.runtime.lowering.views import fits
 from torchtpu.runtime.padding.arrays import Padded, RoomyArray, without_room
@@ -30,6 +32,7 @@ from .autotuner import Ladder
 from .checks import Guard, Outcome, recorded_at, unsettled
 from .fitting import Fitting
 from .memory import Flight, Memory
+from .recovery import OpFailedError, Recovery, first_too_large
 from .sequence import Sequence as Parts
 
 if TYPE_CHECKING:
@@ -100,6 +103,9 @@ class Executable:
         return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
 
 
+Settle = Callable[[Any, Exception, int | None], None]
+
+
 class _Numbers:
     """A program's run-time numbers on its device: uploaded where they are not those of its last launch."""
 
@@ -126,6 +132,7 @@ class Executor:
         knob: Callable[[str], Any],
         memory: Memory,
         fitting: Fitting,
+        recovery: Callable[[Callable[[Any], None]], Recovery],
         observers: Sequence[Observer] = (),
     ) -> None:
         self._observers = observers
@@ -134,6 +141,7 @@ class Executor:
         self._knob = knob
         self._memory = memory
         self._fitting = fitting
+        self._recovery = recovery(self.launch)
         self._lock = threading.Lock()  # guards what follows; nothing waits under it
         self._outcomes: list[deque[Outcome]] = [deque() for _ in client.devices]  # not known when last looked at
         self._failed: list[list[Outcome]] = [[] for _ in client.devices]  # not raised when last looked at
@@ -151,9 +159,15 @@ class Executor:
 
     def launch(self, work: Any, executable: Any = None) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
+        if work.build_error is not None:
+            self._recover(work, work.build_error, None)
+            return
         executable = executable or work.executable
+        if work.stopped_by is not None and not isinstance(executable, (HostCall, Joint, Pieces, Core)):
+            self._roll_back(work, work.stopped_by)
+            return
         if isinstance(executable, Padded):
-            with _Caught(work):
+            with _Caught(work, self._recover):
                 self.launch(executable.work(work), executable.executable)
             return
         if RoomyArray.exist:
@@ -167,13 +181,25 @@ class Executor:
         else:
             self._run_alone(work, executable)
 
+    def _recover(self, work: Any, error: Exception, place: int | None) -> None:
+        self._recovery.settle(self._as_recorded(work), error, place)
+
+    def _roll_back(self, work: Any, error: BaseException) -> None:
+        """Fails a work that eager PyTorch would not have come to."""
+        with _Caught(work):
+            self._recovery.roll_back(self._as_recorded(work), error, 0)
+
+    def _as_recorded(self, work: Any) -> Any:
+        work = getattr(work, "recorded", work)
+        return without_room(self._client, self._counters, work) if RoomyArray.exist else work
+
     def _run_alone(self, work: Any, executable: Any) -> None:
         """Launches a program that no other rank takes part in, whole or in parts."""
         if isinstance(executable, Ladder):
-            with _Caught(work):
+            with _Caught(work, self._recover):
                 executable.run(work, self._run_alone, self._memory.wait_until_idle)
             return
-        with _Caught(work, executable.about):
+        with _Caught(work, self._recover, executable.about):
             parts = self._in_parts(work, executable) if self._memory.limit(work.device) else None
             if parts is not None:
                 parts.run(work, self.launch)
@@ -247,9 +273,8 @@ class Executor:
     ) -> None:
         client, device = self._client, work.device
         arguments = work.inputs()
-        for i, (shape, dtype) in enumerate(executable.inputs if spoiled else ()):
-            if spoiled >> i & 1:  # nothing that is left to compute depends on it
-                arguments[i] = client.upload(torch.zeros(shape, dtype=dtype), device)
+        if spoiled:
+            self._stand_in(work, executable, arguments, spoiled)
         for known, numbers in ((executable.floats, work.floats), (executable.ints, work.ints)):
             if numbers is not None:
                 arguments.append(known.array(client, numbers, device))
@@ -282,6 +307,19 @@ class Executor:
         executable.is_fresh = False
         work.done(outputs, guards)
 
+    def _stand_in(self, work: Any, executable: Executable, arguments: list[Any], spoiled: int) -> None:
+        """Gives a launch zeros for inputs that failed: nothing that is left to compute depends on them. Of inputs that
+        outputs which are not computed are versions of, it gives copies: their storages get these inputs back."""
+        client, device, program = self._client, work.device, work.program
+        roots = roots_of(program)
+        kinds = zip(program.outputs, (executable.kinds[kind] for kind in executable.kind_of), strict=True)
+        kept = {roots.get(value) for value, kind in kinds if kind & spoiled}
+        for i, (shape, dtype) in enumerate(executable.inputs):
+            if spoiled >> i & 1:
+                arguments[i] = client.upload(torch.zeros(shape, dtype=dtype), device)
+            elif ~i in kept and i in program.donated:
+                arguments[i] = client.upload(client.download(arguments[i]).clone(), device)
+
     def _track(
         self, device: int, executable: Executable, token: Any, arguments: Sequence[Any], outputs: Sequence[Any]
     ) -> None:
@@ -305,8 +343,12 @@ class Executor:
             room = memory.room_for(device, arguments)
             parts, tried = self._fitting.fit(work.program, device, room)
             if parts is None:
-                what = f"the region recorded at {about.line} (its largest result: {about.largest})"
-                raise torch.OutOfMemoryError(memory.explain(device, what, needed, tried))
+                program = work.program
+                place = first_too_large(program, memory.free_for(device, arguments))
+                op = program.ops[place]
+                where = f"{full_name(op.name)} at {op.line}"
+                what = f"the region recorded at {about.line} (from {where} on; its largest result: {about.largest})"
+                raise OpFailedError(torch.OutOfMemoryError(memory.explain(device, what, needed, tried)), place)
             form.fitted[limit] = parts
             memory.note("split", about.line, f"{about.ops} ops now run in {tried}")
         return parts
@@ -381,12 +423,16 @@ def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Gua
 
 
 class _Caught:
-    """Gives the work what is raised, Ctrl-C too, explained by what `about` says: whoever reads an output raises it."""
+    """Gives the work what is raised, Ctrl-C too, explained by what `about` says: whoever reads an output raises it.
 
-    __slots__ = ("_about", "_work")
+    `settle` computes what is there nevertheless.
+    """
 
-    def __init__(self, work: Any, about: About | None = None) -> None:
+    __slots__ = ("_about", "_settle", "_work")
+
+    def __init__(self, work: Any, settle: Settle | None = None, about: About | None = None) -> None:
         self._work = work
+        self._settle = settle
         self._about = about
 
     def __enter__(self) -> None:
@@ -394,8 +440,15 @@ class _Caught:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is not None:
+            place = None
+            if isinstance(error, OpFailedError):
+                error, place = error.error, error.place
             _forget_frames(error)
-            self._work.failed(_explained(error, self._about, self._work.run) if self._about else error)
+            shown = _explained(error, self._about, self._work.run) if self._about else error
+            if self._settle is None or not isinstance(shown, Exception):
+                self._work.failed(shown)
+            else:
+                self._settle(self._work, shown, place)
         return error is not None
 
 

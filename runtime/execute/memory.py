@@ -125,10 +125,13 @@ class Memory:
     def room_for(self, device: int, arguments: Iterable[Any]) -> int:
         """The bytes that a program may take, its arguments included: in eighths of the limit, so that texts recur."""
         self.wait_until_idle(device)
-        own = {id(a): nbytes_of(a) for a in arguments if a is not None}
         limit = self.limit(device)
-        free = limit - (self.used(device) - sum(own.values()))
-        return max(0, free * _EIGHTHS // limit) * limit // _EIGHTHS
+        return max(0, self.free_for(device, arguments) * _EIGHTHS // limit) * limit // _EIGHTHS
+
+    def free_for(self, device: int, arguments: Iterable[Any]) -> int:
+        """The bytes that a program may take now, its arguments included."""
+        own = {id(a): nbytes_of(a) for a in arguments if a is not None}
+        return self.limit(device) - (self.used(device) - sum(own.values()))
 
     def note(self, action: str, line: str, detail: str) -> None:
         """Tells the observers what was done for want of memory."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchtpu.runtime.ir.program import Program
-from torchtpu.runtime.ir.values import bases_of, size_of
+from torchtpu.runtime.ir.program import Base, Program
+from torchtpu.runtime.ir.values import bases_of, roots_of, size_of
 from torchtpu.runtime.partition.split import Part
+
+Restored = tuple[Base, Any, Any]
 
 
 class Sequence:
@@ -64,13 +66,14 @@ class Sequence:
         """What is said of the part that takes most."""
         return max((self._executable_of(i) for i in range(len(self.parts))), key=lambda e: e.needed_bytes).about
 
-    def run(self, work: Any, launch: Callable[[Any], None]) -> None:
-        """Launches the parts in order; tells the work what came of it."""
-        self.go_on(self.begin(work), 0, launch)
+    def run(self, work: Any, launch: Callable[[Any], None], blamed: Exception | None = None) -> None:
+        """Launches the parts in order; tells the work what came of it. A part that fails does so with the error that is
+        `blamed`, where there is one."""
+        self.go_on(self.begin(work, blamed), 0, launch)
 
-    def begin(self, work: Any) -> State:
+    def begin(self, work: Any, blamed: Exception | None = None) -> State:
         """What is known before the first part."""
-        return State(work)
+        return State(work, blamed)
 
     def go_on(self, state: State, first: int, launch: Callable[[Any], None]) -> None:
         """Launches the parts from the first of these on; tells the work what came of all."""
@@ -91,19 +94,22 @@ class Sequence:
 
     def forget(self, state: State, number: int) -> None:
         """Lets go of what no part after this one takes."""
-        for value in self._dying[number]:
-            state.forget(value)
+        if state.stopped_by is None:  # else a storage may get back what it held
+            for value in self._dying[number]:
+                state.forget(value)
 
     def finish(self, state: State) -> None:
         """Tells the work what came of it."""
         work = state.work
         for k, value in enumerate(self._outputs):
             if value in state.errors:
+                if value in state.restored:
+                    work.restore(k, *state.restored[value])
                 work.spoil(k, state.errors[value])
-        seen = {id(state.errors.get(value)) for value in self._outputs}
-        unseen = [error for error in state.lost if id(error) not in seen]
-        if unseen:
-            work.failed(unseen[0])
+            elif state.stopped_by is not None:
+                work.keep(k, state.arrays[value], state.guards.get(value))
+        if state.stopped_by is not None:
+            work.failed(state.stopped_by)
         else:
             guards = [state.guards.get(value) for value in self._outputs] if state.guards else []
             work.done([state.arrays.get(value) for value in self._outputs], guards)
@@ -111,17 +117,23 @@ class Sequence:
 
 
 class State:
-    """The values between the parts of a work: their arrays, their guards, what went wrong with them."""
+    """The values between the parts of a work: their arrays, their guards, what went wrong with them, and what is
+    `restored` to their storages then: a layout, an array and its guard.
 
-    def __init__(self, work: Any) -> None:
+    A part that failed itself, not for its inputs, sets `stopped_by`: the parts after it are not launched.
+    """
+
+    def __init__(self, work: Any, blamed: Exception | None = None) -> None:
         self.work = work
+        self.blamed = blamed
+        self.stopped_by: BaseException | None = None
+        self.restored: dict[int, Restored] = {}
         self.device: int = work.device
         self.region: Any = work.region
         self.is_slice: bool = work.is_slice
         self.arrays = {~i: array for i, array in enumerate(work.inputs())}
         self.guards = {~i: guard for guard, inputs in work.guards() for i in _bits(inputs)}
         self.errors = {~i: error for error, inputs in work.errors() for i in _bits(inputs)}
-        self.lost: list[BaseException] = []
 
     def forget(self, value: int) -> None:
         """Lets go of a value."""
@@ -130,10 +142,18 @@ class State:
         self.errors.pop(value, None)
 
 
+class Unbuilt(NamedTuple):
+    """Stands for the executable of a part that is not compiled."""
+
+    error: Exception
+
+
 class PartWork:
     """What a launch asks of a work, for one part of it."""
 
-    __slots__ = ("_part", "_spoiled", "_state", "device", "executable", "floats", "ints", "is_slice", "region")
+    __slots__ = (
+        "_part", "_restored", "_spoiled", "_state", "device", "executable", "floats", "ints", "is_slice", "region",
+    )  # fmt: skip
 
     def __init__(
         self, state: State, part: Part, executable: Any, floats: torch.Tensor | None, ints: torch.Tensor | None
@@ -147,6 +167,15 @@ class PartWork:
         self._state = state
         self._part = part
         self._spoiled: set[int] = set()
+        self._restored: dict[int, Restored] = {}
+
+    @property
+    def build_error(self) -> Exception | None:
+        return self.executable.error if isinstance(self.executable, Unbuilt) else None
+
+    @property
+    def stopped_by(self) -> BaseException | None:
+        return self._state.stopped_by
 
     @property
     def program(self) -> Program:
@@ -169,7 +198,35 @@ class PartWork:
 
     def spoil(self, output: int, error: BaseException) -> None:
         self._spoiled.add(output)
-        self._state.errors[self._part.outputs[output]] = error
+        value = self._part.outputs[output]
+        self._state.errors[value] = error
+        restored = self._restored.get(output) or self._before(output)
+        if restored is not None:
+            self._state.restored[value] = restored
+
+    def keep(self, output: int, array: Any, guard: Any) -> None:
+        self._spoiled.add(output)
+        value = self._part.outputs[output]
+        self._state.arrays[value] = array
+        if guard is not None:
+            self._state.guards[value] = guard
+
+    def restore(self, output: int, base: Base, array: Any, guard: Any) -> None:
+        self._restored[output] = base, array, guard
+
+    def _before(self, output: int) -> Restored | None:
+        """What the storage of an output held before the part; None where that is an input of the work, which knows."""
+        state, program = self._state, self._part.program
+        root = roots_of(program).get(program.outputs[output])
+        if root is None or root >= 0:
+            return None
+        value = self._part.inputs[~root]
+        if value < 0 or value in state.errors:
+            return state.restored.get(value)
+        array = state.arrays.get(value)
+        if array is None or array.is_deleted():
+            return None
+        return program.inputs[~root], array, state.guards.get(value)
 
     def done(self, arrays: list[Any], guards: list[Any]) -> None:
         state, spoiled = self._state, self._spoiled
@@ -180,10 +237,12 @@ class PartWork:
                     state.guards[value] = guards[k]
 
     def failed(self, error: BaseException) -> None:
-        self._state.lost.append(error)
+        state = self._state
+        if state.stopped_by is None:
+            state.stopped_by = state.blamed or error
         for k in range(len(self._part.outputs)):
             if k not in self._spoiled:
-                self.spoil(k, error)
+                self.spoil(k, state.stopped_by)
 
     def _by_input(self, things: dict[int, Any]) -> list[tuple[Any, int]]:
         if not things:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from .calls import results_of
+from .calls import results_of, written
 from .program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
 
 
@@ -21,6 +21,16 @@ def bases_of(program: Program) -> dict[int, Base]:
 def size_of(base: Base) -> int:
     """The bytes of an array."""
     return math.prod(base.shape) * base.dtype.itemsize
+
+
+def roots_of(program: Program) -> dict[int, int | None]:
+    """For values that are newer versions of a storage: the oldest, an input or what an op of the program made."""
+    roots: dict[int, int | None] = {}
+    for op in program.ops:
+        for write in op.writes:
+            before = written(op, write).value
+            roots[write.value] = before if before is None else roots.get(before, before)
+    return roots
 
 
 def operands(op: Op) -> Iterator[Operand]:

@@ -128,6 +128,11 @@ class PaddedWork:
         self.ints = padded.ints(work.ints)
         self._arrays: list[Any] | None = None
 
+    @property
+    def recorded(self) -> Any:
+        """The work as it was recorded."""
+        return self._work
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 

@@ -46,6 +46,7 @@ class Counters:
     regions_split: int = 0
     ops_repeated: int = 0
     out_of_memory: int = 0
+    regions_taken_apart: int = 0
     bailouts: Bailouts = field(default_factory=Bailouts)
 
     def snapshot(self) -> dict[str, Any]:

@@ -78,6 +78,8 @@ PyObject* error_of(const Buffer& buffer) {
   return buffer.state == BufferState::kError && !buffer.error ? missing : buffer.error;
 }
 
+py::object or_none(PyObject* object) { return py::reinterpret_borrow<py::object>(object ? object : Py_None); }
+
 py::object optional_tensor(const at::Tensor& t) { return t.defined() ? py::cast(t) : py::object(py::none()); }
 
 py::dict describe_region(const Work& work) {
@@ -214,6 +216,8 @@ void bind_engine_types(py::module& m) {
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
       .def_property_readonly("executable",
                              [](const Work& w) { return py::reinterpret_borrow<py::object>(w.plan->executable); })
+      .def_property_readonly("build_error", [](const Work& w) { return or_none(w.plan->error); })
+      .def_property_readonly("stopped_by", [](const Work& w) { return or_none(w.transaction->error); })
       .def_property_readonly("device", [](const Work& w) { return static_cast<int>(w.device); })
       .def_property_readonly("floats", [](const Work& w) { return optional_tensor(w.floats); })
       .def_property_readonly("ints", [](const Work& w) { return optional_tensor(w.ints); })
@@ -240,6 +244,16 @@ void bind_engine_types(py::module& m) {
       .def("spoil",
            [](Work& w, size_t output, py::object error) {
              if (output < w.outputs.size()) work_spoil(w, output, error.ptr());
+           })
+      .def("keep",
+           [](Work& w, size_t output, py::object object, py::object guard) {
+             if (output < w.outputs.size()) work_keep(w, output, object.ptr(), guard.is_none() ? nullptr : guard.ptr());
+           })
+      .def("restore",
+           [](Work& w, size_t output, const py::tuple& base, py::object object, py::object guard) {
+             if (output >= w.outputs.size()) return;
+             auto held = intern_base(base[0].cast<std::vector<int64_t>>(), base[1].cast<at::ScalarType>());
+             work_restore(w, output, std::move(held), object.ptr(), guard.is_none() ? nullptr : guard.ptr());
            })
       .def("failed", [](Work& w, py::object error) { work_failed(w, error.ptr()); });
 }

@@ -118,6 +118,11 @@ void Buffer::give_up_memory() {
   is_counted = false;
 }
 
+void Buffer::take_back_memory() {
+  if (!is_counted) memory_stats[device].allocated += base->nbytes;
+  is_counted = true;
+}
+
 Buffer::~Buffer() {
   state_lock.assert_free();
   give_up_memory();
@@ -232,6 +237,18 @@ std::vector<BufferRef> live_buffers(c10::DeviceIndex device) {
   std::sort(found.begin(), found.end());
   found.erase(std::unique(found.begin(), found.end()), found.end());
   return found;
+}
+
+void restore_storages(const PyObject* error) {
+  for (TpuStorage* s : storages_with_address()) {
+    if (!s->buffer || s->buffer->state.load(std::memory_order_acquire) != BufferState::kError) continue;
+    BufferRef restored = s->buffer->error == error ? s->buffer->restored : BufferRef();
+    // One of another size was given to the storage by an out= call; views that came since would not fit the old bytes.
+    if (!restored || restored->base->nbytes != static_cast<int64_t>(s->nbytes())) continue;
+    restored->take_back_memory();
+    s->base = restored->base;
+    s->set_buffer(std::move(restored));
+  }
 }
 
 c10::Allocator* device_allocator() { return tpu_allocator; }

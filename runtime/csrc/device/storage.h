@@ -42,13 +42,16 @@ struct Maker {
 
 enum class BufferState : uint8_t { kPending, kReady, kError };
 
-// A value on the device, or on its way there.  `object`, `guard` and `error` are written once, before `state` changes.
+// A value on the device, or on its way there.  `object`, `guard`, `error` and `restored` are written once, before
+// `state` changes.
 struct Buffer : c10::intrusive_ptr_target {
   Buffer(BaseRef base, c10::DeviceIndex device, BufferState state);
   ~Buffer() override;
 
   // A launch takes this memory for its outputs: it no longer counts as allocated.
   void give_up_memory();
+  // That launch did not happen.
+  void take_back_memory();
 
   const BaseRef base;
   c10::DeviceIndex device;
@@ -61,8 +64,10 @@ struct Buffer : c10::intrusive_ptr_target {
   PyObject* object = nullptr;       // the engine's array; null while pending and for a host tensor not yet uploaded
   PyObject* guard = nullptr;        // unresolved device-side checks, or null
   PyObject* error = nullptr;        // the exception that a read raises
-  bool is_counted = true;           // in memory_stats
-  at::Tensor host;                  // the same bytes on the host: an upload, or a small value that was read
+  // Of a value that failed: what its storage held right before the op that failed, or null where it held nothing then.
+  c10::intrusive_ptr<Buffer> restored;
+  bool is_counted = true;  // in memory_stats
+  at::Tensor host;         // the same bytes on the host: an upload, or a small value that was read
   Maker maker;
   double made_at = 0;  // seconds of the steady clock
 };
@@ -115,6 +120,9 @@ at::Tensor make_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::T
                        c10::DeviceIndex device);
 at::Tensor make_tensor_locked(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::TypeMeta dtype, BaseRef base,
                               c10::DeviceIndex device);
+
+// Gives back to every storage whose value failed with this error what it held before.  Under state_lock.
+void restore_storages(const PyObject* error);
 
 // The buffers of a device's storages, each once.
 std::vector<BufferRef> live_buffers(c10::DeviceIndex device);

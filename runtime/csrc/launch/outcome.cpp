@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "bind/bridge.h"
+#include "device/gil.h"
 #include "launch/queue.h"
 #include "launch/signals.h"
 
@@ -19,19 +20,88 @@ void keep_unseen(PyObject* error) {
   if (unseen_error.compare_exchange_strong(none, error)) Py_INCREF(error);
 }
 
+void set_ready(Buffer& buffer, PyObject* object, PyObject* guard) {
+  Py_INCREF(object);
+  buffer.object = object;
+  Py_XINCREF(guard);
+  buffer.guard = guard;
+  buffer.state.store(BufferState::kReady, std::memory_order_release);
+}
+
+// Whether a launch has consumed an input.
+bool is_gone(const Buffer& buffer) {
+  if (!buffer.object) return false;
+  try {
+    return py::handle(buffer.object).attr("is_deleted")().cast<bool>();
+  } catch (py::error_already_set&) {
+    return false;
+  }
+}
+
+// What the storage of an output that fails held before.
+BufferRef find_restored(Work& work, size_t output) {
+  if (work.restored.size() > output && work.restored[output]) return std::move(work.restored[output]);
+  if (!work.versions) work.versions = versions_of(work.plan->node);
+  int32_t root = oldest(*work.versions, work.plan->outputs[output]);
+  if (root >= 0 || root == kNoValue) return {};
+  const BufferRef& input = work.inputs[~root];
+  return input && !is_gone(*input) ? restored_by(input) : BufferRef();
+}
+
+// A thread that sees a buffer fail finds the transaction failed.
+void fail_transaction(Work& work, PyObject* error) {
+  PyObject* none = nullptr;
+  if (work.transaction && work.transaction->error.compare_exchange_strong(none, error)) Py_INCREF(error);
+}
+
+// The regions queued in the calling thread's failed transactions fail without being launched, the pending ones are
+// dropped.
+void end_transactions(PyObject* error) {
+  for (Recorder* r : all_recorders()) {
+    WorkRef last;
+    {
+      StateGuard guard(state_lock);
+      if (r->transaction->error != error) continue;
+      last = r->transaction->last.lock();
+    }
+    if (r != &recorder_for(r->device)) continue;
+    if (last) wait_done(last);
+    AcquireGil gil;
+    StateGuard guard(state_lock);
+    if (r->transaction->error == error) drop_region(*r, error);
+  }
+}
+
+void mark_seen(PyObject* error) {
+  if (unseen_error.compare_exchange_strong(error, nullptr)) defer_decref(error);
+}
+
 }  // namespace
+
+Transaction::~Transaction() { defer_decref(error); }
+
+Versions versions_of(const Node* end) {
+  Versions versions;
+  for (const Node* node = end; node->info; node = node->parent) {
+    for (const auto& w : node->writes) versions[w.value] = node->args[w.arg].tensors[std::max(w.element, 0)].value;
+  }
+  return versions;
+}
+
+int32_t oldest(const Versions& versions, int32_t value) {
+  for (auto before = versions.find(value); before != versions.end(); before = versions.find(value)) {
+    value = before->second;
+  }
+  return value;
+}
+
+BufferRef restored_by(const BufferRef& buffer) {
+  return buffer->state.load(std::memory_order_acquire) == BufferState::kError ? buffer->restored : buffer;
+}
 
 void work_done(Work& work, const std::vector<PyObject*>& objects, const std::vector<PyObject*>& guards) {
   for (size_t i = 0; i < work.outputs.size(); i++) {
-    auto& buffer = work.outputs[i];
-    if (!buffer) continue;
-    Py_INCREF(objects[i]);
-    buffer->object = objects[i];
-    if (!guards.empty()) {
-      Py_XINCREF(guards[i]);
-      buffer->guard = guards[i];
-    }
-    buffer->state.store(BufferState::kReady, std::memory_order_release);
+    if (work.outputs[i]) set_ready(*work.outputs[i], objects[i], guards.empty() ? nullptr : guards[i]);
   }
   work.outputs.clear();
 }
@@ -41,26 +111,53 @@ void work_spoil(Work& work, size_t output, PyObject* error) {
   if (!buffer) return;
   Py_INCREF(error);
   buffer->error = error;
+  buffer->restored = find_restored(work, output);
+  buffer->give_up_memory();
   buffer->state.store(BufferState::kError, std::memory_order_release);
   if (!work.is_slice) keep_unseen(error);  // the region will fail too, if it is computed
 }
 
+void work_keep(Work& work, size_t output, PyObject* object, PyObject* guard) {
+  BufferRef buffer = std::move(work.outputs[output]);
+  if (buffer) set_ready(*buffer, object, guard);
+}
+
+void work_restore(Work& work, size_t output, BaseRef base, PyObject* object, PyObject* guard) {
+  if (!work.outputs[output]) return;
+  work.restored.resize(work.outputs.size());
+  work.restored[output] = c10::make_intrusive<Buffer>(std::move(base), work.device, BufferState::kPending);
+  work.restored[output]->maker = work.outputs[output]->maker;
+  work.restored[output]->made_at = work.outputs[output]->made_at;
+  set_ready(*work.restored[output], object, guard);
+}
+
 void work_failed(Work& work, PyObject* error) {
+  if (!work.is_slice) fail_transaction(work, error);
   for (size_t i = 0; i < work.outputs.size(); i++) work_spoil(work, i, error);
   work.outputs.clear();
   if (!work.is_slice) keep_unseen(error);
+}
+
+void raise_failure(PyObject* error) {
+  end_transactions(error);
+  {
+    StateGuard guard(state_lock);
+    restore_storages(error);
+  }
+  mark_seen(error);
+  raise_stored(error);
 }
 
 void raise_unseen_error() {
   SignalsDeferred deferred;
   PyObject* error = unseen_error.exchange(nullptr);
   if (!error) return;
-  defer_decref(error);
-  raise_stored(error);
-}
-
-void mark_seen(PyObject* error) {
-  if (unseen_error.compare_exchange_strong(error, nullptr)) defer_decref(error);
+  try {
+    raise_failure(error);
+  } catch (...) {
+    defer_decref(error);
+    throw;
+  }
 }
 
 std::string describe_run(const Plan& plan, const CodePlace* entry, const std::string& line) {

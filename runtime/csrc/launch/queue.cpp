@@ -207,8 +207,6 @@ void await_readers(const Work& work) {
 void run(Work& work, const WorkRef& ref) {
   if (!work.plan) {
     finish_device(work.device);
-  } else if (work.plan->state == Plan::kFailed) {
-    work_failed(work, work.plan->error);
   } else {
     launch(ref);
   }
@@ -224,7 +222,7 @@ void launch_work(const WorkRef& work) {
     try {
       run(*work, work);
     } catch (python_error& error) {
-      work_failed(*work, error.value);
+      work_failed(*work, work->plan && work->plan->error ? work->plan->error : error.value);
     }
   }
   work->finished_at = seconds_now();

@@ -5,6 +5,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <optional>
 
 #include "record/recorder.h"
 
@@ -33,6 +34,14 @@ struct Plan {
   ~Plan();
 };
 
+// For values that are newer versions of a storage: the version before, which may be an input.
+using Versions = std::unordered_map<int32_t, int32_t>;
+Versions versions_of(const Node* end);
+// The oldest version of a value: an input, or what an op of the region made.
+int32_t oldest(const Versions& versions, int32_t value);
+// What a storage that holds this buffer now is given back where a later version fails.
+BufferRef restored_by(const BufferRef& buffer);
+
 // One launch of a plan, or a marker (no plan) that stamps the time when everything before it has finished.
 struct Work {
   uint64_t sequence = 0;
@@ -43,7 +52,10 @@ struct Work {
   c10::DeviceIndex device = 0;
   std::string reason, line;
   std::shared_ptr<CodePlace> entry;
-  bool is_slice = false;  // computes again, for a read, what its region will compute
+  std::shared_ptr<Transaction> transaction;  // null where it is a marker
+  std::vector<BufferRef> restored;   // by output, where that fails and its storage held a value made in the region
+  std::optional<Versions> versions;  // once an output has failed
+  bool is_slice = false;             // computes again, for a read, what its region will compute
   std::atomic<bool> is_done{false};
   double cut_at = 0, finished_at = 0;  // seconds of the steady clock; finished_at is a marker's
 };
@@ -81,10 +93,17 @@ void plan_failed(Plan& plan, PyObject* error);
 // `guards`: per output, or empty; null where an output depends on no open check.
 void work_done(Work& work, const std::vector<PyObject*>& objects, const std::vector<PyObject*>& guards);
 void work_spoil(Work& work, size_t output, PyObject* error);  // one output fails, the others are still to come
+// One output is there though others are to fail.
+void work_keep(Work& work, size_t output, PyObject* object, PyObject* guard);
+// An output is to fail whose storage held this array right before the op that failed.
+void work_restore(Work& work, size_t output, BaseRef base, PyObject* object, PyObject* guard);
+// What is left of the outputs fails, and with it the transaction.
 void work_failed(Work& work, PyObject* error);
 // Raises, once, the first failure that no read has raised.
 void raise_unseen_error();
-void mark_seen(PyObject* error);
+// Raises an error that a value failed with.  Storages get back what they held before the op that failed; so do those
+// that the calling thread's ops have written since, for eager PyTorch would not have run these.
+[[noreturn]] void raise_failure(PyObject* error);
 
 // How this run differs from the one whose source lines the plan's nodes keep: "entered from file:line"; "" where it
 // does not.

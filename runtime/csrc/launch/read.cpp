@@ -62,10 +62,7 @@ at::Tensor Reading::host_value() const {
   if (at::Tensor known = known_on_host(*buffer); known.defined()) return known;
   CountReading reading;
   wait_ready(buffer);
-  if (buffer->state == BufferState::kError) {
-    mark_seen(buffer->error);
-    raise_stored(buffer->error);
-  }
+  if (buffer->state == BufferState::kError) raise_failure(buffer->error);
   if (buffer->guard) resolve_guard(buffer->guard);
   at::Tensor host = download(buffer->object);
   if (buffer->base->nbytes <= kMaxKeptBytes) {

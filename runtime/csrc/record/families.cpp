@@ -29,7 +29,9 @@ struct OwnFamily {
     {
       StateGuard guard(state_lock);
       for (Recorder* r : family->recorders) {
-        if (r) cut_locked(*r, "thread_end", "");
+        if (!r) continue;
+        cut_locked(*r, "thread_end", "");
+        r->transaction = std::make_shared<Transaction>();  // the next thread's
       }
     }
     wake_launcher();

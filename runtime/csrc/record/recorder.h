@@ -17,6 +17,14 @@ namespace torchtpu {
 struct Work;
 using WorkRef = std::shared_ptr<Work>;
 
+// What a recorder records between two errors that its threads are told of.  Once a region of it has failed, no later
+// one is launched: eager PyTorch would have raised by then.
+struct Transaction {
+  std::atomic<PyObject*> error{nullptr};  // of its first region that failed
+  std::weak_ptr<Work> last;               // its last region; under state_lock
+  ~Transaction();
+};
+
 // The pending region of one thread family on one device.  All fields but `device` are guarded by state_lock.
 struct Recorder {
   explicit Recorder(c10::DeviceIndex device);
@@ -36,6 +44,7 @@ struct Recorder {
   std::map<int32_t, BufferRef> slices;  // values of the region that were read beside it
   Node* detour = nullptr;               // the ops after this node were recorded for a read
   int64_t recorded = 0;                 // ops of the regions before this one
+  std::shared_ptr<Transaction> transaction = std::make_shared<Transaction>();
   bool is_empty() const { return at == &trie->root; }
 };
 
@@ -77,6 +86,9 @@ struct KeptValue {
 WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vector<KeptValue>* kept = nullptr);
 // The same for the calling thread's recorder: takes the lock, wakes the launcher, waits while too much is in flight.
 WorkRef cut(Recorder& r, const char* reason);
+// Drops the pending region of a recorder whose transaction has failed, and ends that: what it would have made fails
+// with the error.  Under state_lock, with the GIL.
+void drop_region(Recorder& r, PyObject* error);
 // Ends the pending region, which has reached a limit, where its ops look most like a place to cut.
 void cut_at_cap(Recorder& r, const char* reason);
 // Where a long op stream comes again with other shapes, and again: ends regions around the ops that stay the same,

@@ -1,6 +1,7 @@
 // Where a region ends: in comes a recorder with its pending region, out goes a launch of the plan that fits it.
 
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/python_headers.h>
 
 #include <algorithm>
 #include <chrono>
@@ -221,6 +222,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   work->plan = choose_plan(r, live, free, line);
   r.trie->plans += static_cast<int64_t>(r.at->plans.size()) - known;
   work->device = r.device;
+  work->transaction = r.transaction;
   work->reason = reason;
   work->line = std::move(line);
   work->entry = std::move(r.entry);
@@ -251,8 +253,29 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   counters.regions++;
   counters.cuts[reason]++;
   start_region(r);
+  r.transaction->last = work;
   enqueue(work);
   return work;
+}
+
+void drop_region(Recorder& r, PyObject* error) {
+  leave_detour(r);
+  if (!r.is_empty()) {
+    Versions versions = versions_of(r.at);
+    for (int32_t value = 0; value < r.at->next_value; value++) {
+      TpuStorage* s = r.live[value];
+      if (!s) continue;
+      auto failed = c10::make_intrusive<Buffer>(s->base, r.device, BufferState::kError);
+      Py_INCREF(error);
+      failed->error = error;
+      int32_t root = oldest(versions, value);
+      if (root < 0 && root != kNoValue) failed->restored = restored_by(r.inputs[~root]);
+      s->set_buffer(std::move(failed));
+    }
+  }
+  drop_inputs(r, 0);
+  start_region(r);
+  r.transaction = std::make_shared<Transaction>();
 }
 
 WorkRef cut(Recorder& r, const char* reason) {

@@ -163,6 +163,7 @@ class Beside {
     work->is_slice = true;
     work->plan = find_plan(again, inputs, outputs);
     work->device = again.device;
+    work->transaction = r_.transaction;
     work->reason = "slice";
     work->line = line_;
     work->inputs = std::move(inputs);

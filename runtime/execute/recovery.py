@@ -1,0 +1,188 @@
+"""Recovery: in comes a launch that failed, out goes what eager PyTorch would have computed before the op that failed.
+
+Nothing of a failed launch has run, so its inputs are as they were. A region that failed for another reason than want of
+memory is run in halves, and these in halves again: only an op that fails alone fails. What the storages held right
+before that op is computed by the ops before it; what comes after it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torchtpu.runtime.ir.calls import results_of, written
+from torchtpu.runtime.ir.program import Op, Operand, Program, Write
+from torchtpu.runtime.ir.values import bases_of, rewrite, size_of
+from torchtpu.runtime.lowering.fragments import Fragments
+from torchtpu.runtime.partition.recompute import live_bytes
+from torchtpu.runtime.partition.split import Part, split
+from torchtpu.runtime.telemetry import log
+from torchtpu.runtime.telemetry.counters import Counters
+
+from .sequence import PartWork, Sequence, State, Unbuilt
+
+
+class OpFailedError(Exception):
+    """`error` is what is raised for the program's op number `place`."""
+
+    def __init__(self, error: Exception, place: int) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.place = place
+
+
+class Recovery:
+    """`build` gives the executables of programs on a device, `launch` runs a part of a work, and `may_run_again` says
+    whether ops of a program that failed with an error may be run after all."""
+
+    def __init__(
+        self,
+        fragments: Fragments,
+        counters: Counters,
+        build: Callable[[list[Program], int], list[Any]],
+        launch: Callable[[Any], None],
+        may_run_again: Callable[[Program, Exception], bool],
+    ) -> None:
+        self._fragments = fragments
+        self._counters = counters
+        self._build = build
+        self._launch = launch
+        self._may_run_again = may_run_again
+
+    def settle(self, work: Any, error: Exception, place: int | None = None) -> None:
+        """Tells the work what came of it after all. `place` is the op that failed, where that is known."""
+        try:
+            if work.is_slice or not self._may_run_again(work.program, error):
+                work.failed(error)
+            else:
+                self._settle(work, error, place)
+        except Exception as other:  # noqa: BLE001 -- the first error is raised, and everything rolled back
+            log.write(f"tpu: a region that failed could not be taken apart: {other}")
+            work.failed(error)
+
+    def _settle(self, work: Any, error: Exception, place: int | None) -> None:
+        program: Program = work.program
+        if place is None:
+            place = self._find_unlowered(program)
+        if place is None and len(program.ops) > 1:
+            self._run_halves(work, program, error)
+        else:
+            self.roll_back(work, error, place or 0)
+
+    def _find_unlowered(self, program: Program) -> int | None:
+        """The first op that has no lowering."""
+        for place, op in enumerate(program.ops):
+            try:
+                self._fragments.find([op])
+            except Exception:  # noqa: BLE001 -- the error in hand is raised
+                return place
+        return None
+
+    def _run_halves(self, work: Any, program: Program, error: Exception) -> None:
+        parts = split(replace(program, donated=()), [len(program.ops) // 2])
+
+        self._counters.regions_taken_apart += not isinstance(work, PartWork)
+        Sequence(program, parts, self._executable_of(parts, work.device)).run(work, self._launch, blamed=error)
+
+    def roll_back(self, work: Any, error: BaseException, place: int) -> None:
+        """Fails a work whose op number `place` failed: computes what is there before it."""
+        program: Program = work.program
+        kept, restored = versions_at(program, place, self._is_constant)
+        wanted = sorted({*kept.values(), *restored.values()})
+        if wanted:
+            part = self._prefix(program, place, wanted)
+            state = State(work)
+            prefix = replace(part.program, outputs=part.outputs)
+            self._launch(Sequence(prefix, [part], self._executable_of([part], work.device)).part_work(state, 0))
+            bases = bases_of(program)
+            for k, value in kept.items():
+                if value in state.arrays:
+                    work.keep(k, state.arrays[value], state.guards.get(value))
+            for k, value in restored.items():
+                if value in state.arrays:
+                    work.restore(k, bases[value], state.arrays[value], state.guards.get(value))
+                elif value in state.restored:
+                    work.restore(k, *state.restored[value])
+        work.failed(error)
+
+    def _executable_of(self, parts: list[Part], device: int) -> Callable[[int], Any]:
+        def find(number: int) -> Any:
+            try:
+                return self._build([parts[number].program], device)[0]
+            except Exception as error:  # noqa: BLE001 -- the part fails with it
+                return Unbuilt(error)
+
+        return find
+
+    def _prefix(self, program: Program, place: int, wanted: Iterable[int]) -> Part:
+        """What computes these values, of the ops before `place` and of later ones that take no tensor."""
+        ops: list[Op] = []
+        needed = set(wanted)
+        for number in reversed(range(len(program.ops))):
+            op = program.ops[number]
+            if number >= place and not self._is_constant(op):
+                continue
+            if needed.isdisjoint(made.value for made in results_of(op)):
+                continue
+            read = {value: value for value in self._read(op)}
+            ops.append(rewrite(op, read.get, lambda value: value))
+            needed.update(read)
+        prefix = replace(program, ops=tuple(ops[::-1]), outputs=tuple(wanted), donated=())
+        return split(prefix, [])[0]
+
+    def _read(self, op: Op) -> Iterator[int]:
+        """The values that an op takes, those that it writes into included."""
+        ((fragment, parameters),) = self._fragments.find([op])
+        taken = [parameters[n] for n in fragment.used] + [written(op, write) for write in op.writes]
+        for operand in taken:
+            if isinstance(operand, Operand) and operand.value is not None:
+                yield operand.value
+
+    def _is_constant(self, op: Op) -> bool:
+        """Whether an op makes tensors of nothing, as `zeros_like` does."""
+        return next(self._read(op), None) is None
+
+
+def versions_at(
+    program: Program, place: int, is_constant: Callable[[Op], bool]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """What each output is, by its number, where the program ends before op number `place`: the outputs that are there
+    as they are; and of the others the versions, made in the program, that their storages hold then.
+
+    An op after `place` counts as one before it if it `is_constant`: the program that records goes on as if all were
+    well, and what it makes ready for later, as an optimizer does in its first step, stays.
+    """
+    maker: dict[int, int] = {}
+    before: dict[int, int] = {}
+    for number, op in enumerate(program.ops):
+        for made in results_of(op):
+            maker[made.value] = number
+            old = written(op, made).value if isinstance(made, Write) else None
+            if old is not None:
+                before[made.value] = old
+    kept: dict[int, int] = {}
+    restored: dict[int, int] = {}
+    for k, output in enumerate(program.outputs):
+        value = output
+        while value in before and maker[value] >= place:
+            value = before[value]
+        if value < 0:
+            continue
+        if maker[value] < place or is_constant(program.ops[maker[value]]):
+            (kept if value == output else restored)[k] = value
+    return kept, restored
+
+
+def first_too_large(program: Program, room: int) -> int:
+    """The first op that eager PyTorch could not run in so many bytes, inputs included; else the one that takes most."""
+    held = [sum(map(size_of, program.inputs)), *live_bytes(program)]
+    needed = [before + _made_bytes(op) for before, op in zip(held, program.ops, strict=False)]
+    return next((place for place, n in enumerate(needed) if n > room), needed.index(max(needed)))
+
+
+def _made_bytes(op: Op) -> int:
+    """What an op takes beyond what is there: a write takes nothing where something was written before."""
+    return sum(
+        size_of(made.base) for made in results_of(op) if not isinstance(made, Write) or written(op, made).value is None
+    )

@@ -1,0 +1,171 @@
+"""In: training steps of which one fails. Out: what PyTorch on the CPU has where the op raises, and training that goes on.
+
+The CPU's run raises at the op that fails on the device; what it has then, and after further steps, is compared.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import torchtpu
+from torchtpu import metrics
+
+LIMIT = 32 << 20
+TOO_LARGE = 1 << 24  # floats
+BATCH = 8
+
+
+class Trap(nn.Module):
+    """What may take all memory, in the forward pass or in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.springs: str | None = None
+        self.taken: list[torch.Tensor] = []
+
+    def spring(self, x: torch.Tensor) -> None:
+        if x.device.type == "cpu":
+            raise torch.OutOfMemoryError
+        self.taken.append(torch.ones((), device=x.device).expand(TOO_LARGE).cosh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.springs == "forward":
+            self.spring(x)
+        if self.springs == "backward" and x.requires_grad:
+            x.register_hook(self.spring)
+        return x
+
+
+def perceptron() -> nn.Sequential:
+    layers = [[nn.Linear(24, 24), Trap(), nn.Tanh()] for _ in range(3)]
+    return nn.Sequential(*(module for layer in layers for module in layer))
+
+
+def transformer() -> nn.Sequential:
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    return nn.Sequential(nn.Embedding(11, 16), Trap(), layer(), Trap(), layer(), Trap(), nn.Linear(16, 11), Trap())
+
+
+def convolutions() -> nn.Sequential:
+    layers = [[nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), Trap(), nn.ReLU()] for _ in range(3)]
+    return nn.Sequential(*(module for layer in layers for module in layer))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[torch.Generator], torch.Tensor]]] = {
+    "perceptron": (perceptron, lambda seed: torch.randn(BATCH, 24, generator=seed)),
+    "transformer": (transformer, lambda seed: torch.randint(11, (BATCH, 6), generator=seed)),
+    "convolutions": (convolutions, lambda seed: torch.randn(BATCH, 3, 6, 6, generator=seed)),
+}
+
+
+class Training:
+    """A model of a kind on a device; the same everywhere."""
+
+    def __init__(self, kind: str, device: str) -> None:
+        torch.manual_seed(0)
+        make, self.inputs = MODELS[kind]
+        self.model = make().to(device)
+        self.device = device
+        self.traps = [module for module in self.model if isinstance(module, Trap)]
+        # Its step count is on the device: what Python itself counts is not undone.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, capturable=device == "tpu")
+        self.step(-1)  # what Python makes in a first step that fails stays too
+
+    def step(self, number: int, batch: int = BATCH, trap: int | None = None, springs: str = "") -> torch.Tensor:
+        x = self.inputs(torch.Generator().manual_seed(1 + number))[:batch].to(self.device)
+        if trap is not None:
+            self.traps[trap].springs = springs
+        self.optimizer.zero_grad()
+        try:
+            loss = self.model(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+        finally:
+            for module in self.traps:
+                module.springs = None
+        return loss.detach()
+
+    def steps(self, numbers: range, failing: int, trap: int, springs: str) -> None:
+        """Steps of which one fails, and then a read, which may take the loss alone, beside what takes the memory."""
+        for number in numbers:
+            loss = self.step(number, trap=trap if number == failing else None, springs=springs)
+        loss.item()
+        torch.tpu.synchronize()
+
+    def go_on(self) -> None:
+        for module in self.traps:
+            module.taken.clear()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        saved = io.BytesIO()
+        torch.save((self.model.state_dict(), self.optimizer.state_dict()["state"]), saved)
+        saved.seek(0)
+        model, optimizer = torch.load(saved, map_location="cpu")
+        return {**model, **{f"{n}.{name}": value for n, own in optimizer.items() for name, value in own.items()}}
+
+
+def assert_alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(
+            value, other[name], rtol=2e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    with torchtpu.config.using(memory_limit=LIMIT):
+        yield
+
+
+def run_out_of_memory(training: Training, ours: Training, chance: random.Random, number: int, reads_every: int) -> int:
+    """Steps, of which one fails at a random op, and then the same with half the batch; the number of the next step."""
+    failing = number + chance.randrange(reads_every)
+    trap, springs = chance.randrange(len(ours.traps)), chance.choice(["forward", "backward"])
+    for device in (training, ours):
+        before = device.state() if reads_every == 1 and device is ours else {}
+        with pytest.raises(torch.OutOfMemoryError):
+            device.steps(range(number, number + reads_every), failing, trap, springs)
+        device.go_on()
+        after = device.state()  # at once
+        for name, value in before.items():
+            if "running" not in name and "tracked" not in name:
+                assert torch.equal(value, after[name]), name
+    assert_alike(after, training.state())
+    for device in (training, ours):
+        losses = [device.step(step, BATCH // 2) for step in range(failing, number + reads_every)]
+        losses[-1].item()
+    assert_alike(ours.state(), training.state())
+    return number + reads_every
+
+
+@pytest.mark.parametrize("reads_every", [1, 5])
+@pytest.mark.parametrize("kind", MODELS)
+def test_out_of_memory_at_a_random_op_leaves_what_was_there_before_it(
+    kind: str, reads_every: int, little_memory: None
+) -> None:
+    training, ours, chance = Training(kind, "cpu"), Training(kind, "tpu"), random.Random(f"{kind} {reads_every}")
+    number = 0
+    for _ in range(3):
+        number = run_out_of_memory(training, ours, chance, number, reads_every)
+    assert metrics.snapshot()["out_of_memory"] == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reads_every", [1, 10])
+@pytest.mark.parametrize("kind", MODELS)
+def test_out_of_memory_fifty_times(kind: str, reads_every: int, little_memory: None) -> None:
+    chance = random.Random(f"{kind} {reads_every} long")
+    for _ in range(10):  # short runs: the CPU's and the device's last bits drift apart
+        training, ours = Training(kind, "cpu"), Training(kind, "tpu")
+        number = 0
+        for _ in range(5):
+            number = run_out_of_memory(training, ours, chance, number, reads_every)
