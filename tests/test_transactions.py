@@ -169,3 +169,26 @@ def test_out_of_memory_fifty_times(kind: str, reads_every: int, little_memory: N
         number = 0
         for _ in range(5):
             number = run_out_of_memory(training, ours, chance, number, reads_every)
+
+
+def test_a_batch_drawn_on_the_device_that_does_not_fit_fails_alone(
+    little_memory: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(16, 16).to("tpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(batch: int) -> float:
+        loss = model(torch.randn(batch, 16, device="tpu")).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    step(BATCH)
+    before = model.weight.detach().cpu()
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="normal_"):
+            step(TOO_LARGE // 8)
+        assert torch.equal(model.weight.detach().cpu(), before)
+    assert step(BATCH // 2) > 0
+    assert "taken apart" not in capfd.readouterr().err

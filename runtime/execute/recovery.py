@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime.ir.calls import results_of, written
-from torchtpu.runtime.ir.program import Op, Operand, Program, Write
+from torchtpu.runtime.ir.program import Op, Operand, Program, Random, Write
 from torchtpu.runtime.ir.values import bases_of, rewrite, size_of
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.partition.recompute import live_bytes
@@ -121,7 +121,7 @@ class Recovery:
         needed = set(wanted)
         for number in reversed(range(len(program.ops))):
             op = program.ops[number]
-            if number >= place and not self._is_constant(op):
+            if number == place or (number > place and not self._is_constant(op)):
                 continue
             if needed.isdisjoint(made.value for made in results_of(op)):
                 continue
@@ -140,8 +140,9 @@ class Recovery:
                 yield operand.value
 
     def _is_constant(self, op: Op) -> bool:
-        """Whether an op makes tensors of nothing, as `zeros_like` does."""
-        return next(self._read(op), None) is None
+        """Whether an op makes tensors of nothing, as `zeros_like` does; random numbers are made of the generator."""
+        is_random = any(isinstance(argument, Random) for argument in op.args)
+        return not is_random and next(self._read(op), None) is None
 
 
 def versions_at(
@@ -169,7 +170,8 @@ def versions_at(
             value = before[value]
         if value < 0:
             continue
-        if maker[value] < place or is_constant(program.ops[maker[value]]):
+        number = maker[value]
+        if number < place or (number > place and is_constant(program.ops[number])):
             (kept if value == output else restored)[k] = value
     return kept, restored
 
