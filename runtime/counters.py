@@ -5,8 +5,10 @@ Plain attributes: an increment may be lost when two threads race, which a metric
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+_MOST_CAUSES = 100
 
 
 @dataclass
@@ -17,7 +19,8 @@ class Counters:
     regions_clustered: int = 0
     regions_climbing: int = 0
     regions_fused: int = 0
-    regions_grown: int = 0
+    regions_padded: int = 0
+    regions_not_padded: dict[str, int] = field(default_factory=dict)  # by cause and line
     arrays_moved: int = 0
     programs_swept: int = 0
     variants_kept: int = 0
@@ -44,6 +47,11 @@ class Counters:
     regions_split: int = 0
     ops_repeated: int = 0
     out_of_memory: int = 0
+
+    def not_padded(self, cause: str) -> None:
+        """A program whose sizes keep changing is compiled as it is."""
+        if cause in self.regions_not_padded or len(self.regions_not_padded) < _MOST_CAUSES:
+            self.regions_not_padded[cause] = self.regions_not_padded.get(cause, 0) + 1
 
     def snapshot(self) -> dict[str, Any]:
         """The totals as a plain dict."""

@@ -29,19 +29,18 @@ from .fitting import Fitting
 from .fleet import Fleet
 from .forms import RegionForms, UnbuiltError, Workshop
 from .fragments import Fragments
-from .growth import Grown, RuleOf, grow
 from .guards import Guard, recorded_at
 from .joint import Collectives
 from .joints import Joints
 from .manifest import Journal, Outcome, Recorded
 from .memory import Memory, nbytes_of
 from .observe import Observer
-from .padded import Padded, download
+from .padding.arrays import PaddedExecutable, download
+from .padding.layout import Layouts, Padded, Refused, is_unequal
 from .parts import ends_of_runs, split
 from .pjrt import Client
 from .plans import Plans
 from .region import Program
-from .room import Fixed
 from .variants import SWEEPS
 
 
@@ -53,8 +52,7 @@ class Engine:
     `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors (see `Memory`). A
     `journal` hears of every program and of what became of it; `observers`, a list that may change, hear of each program
     and launch, `planned` of each region's program.
-    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
-    `rule_of` what becomes of an op where sizes grow.
+    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means.
     """
 
     def __init__(
@@ -76,7 +74,6 @@ class Engine:
         planned: Callable[[Program], Any] = lambda program: None,
         collectives: Collectives | None = None,
         is_structural: IsStructural = lambda *_: False,
-        rule_of: RuleOf = lambda name: None,
         fleet: Fleet | None = None,
     ) -> None:
         self._observers = observers
@@ -84,7 +81,6 @@ class Engine:
         self.counters = counters
         self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"), fleet=fleet)
         self._knob = knob
-        self._rule_of = rule_of
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
         self.fragments = Fragments(
@@ -117,8 +113,9 @@ class Engine:
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
         self._executor = Executor(self.client, counters, knob, memory, fitting, observers)
-        # What runs a program with room, while some length of it is known.
-        self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
+        self._layouts = Layouts()
+        # What runs a padded program, while some size of it is known.
+        self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.launch
 
     def close(self) -> None:
@@ -137,22 +134,33 @@ class Engine:
             if joint is not None:
                 plan.ready(joint)
             else:
-                self._make(plan, program, self._shapes(program, plan.before, device))
+                self._make(plan, program, self._forms(program, plan.before, device))
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             if self._journal is not None and program is not None:
                 identity = self._journal.program(program)
                 self._journal.outcome(Outcome(identity, "failed", error=f"{type(error).__name__}: {error}"))
             plan.failed(_unlowered(error, plan.line, plan.run))
 
-    def _make(self, plan: Any, recorded: Program, shapes: Iterator[Grown | None]) -> None:
-        """Makes what may run a program in the first of these shapes that may be compiled."""
-        device, grown = plan.device, next(shapes)
-        program = recorded if grown is None else grown.program
-        known = None if grown is None else self._rooms.get((program, device))
-        if grown is not None and known is not None:
-            plan.ready(Padded(self.client, self.counters, grown, known))
+    def _make(self, plan: Any, recorded: Program, forms: Iterator[Padded | None]) -> None:
+        """Makes what may run a program: the first of these forms that can be made."""
+        padded = next(forms)
+        if padded is None:
+            self._make_form(plan, recorded, forms, None)
             return
-        ends = ends_of_runs(program, plan.before.program) if grown is None and plan.before is not None else []
+        try:
+            self._make_form(plan, recorded, forms, padded)
+        except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
+            self._refuse(recorded, error)
+            self._make(plan, recorded, forms)
+
+    def _make_form(self, plan: Any, recorded: Program, forms: Iterator[Padded | None], padded: Padded | None) -> None:
+        device = plan.device
+        program = recorded if padded is None else padded.program
+        known = None if padded is None else self._padded.get((program, device))
+        if padded is not None and known is not None:
+            plan.ready(PaddedExecutable(self.client, self.counters, padded, known))
+            return
+        ends = ends_of_runs(program, plan.before.program) if padded is None and plan.before is not None else []
         clusters = Clusters(split(program, ends), sys.maxsize) if ends else self._clusters(program)
         if clusters and self._journal is not None:
             self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
@@ -164,12 +172,12 @@ class Engine:
         def tell(made: Future[Any]) -> None:
             error = made.exception()
             if error is not None:
-                self._made_not(plan, recorded, shapes, error)
+                self._made_not(plan, recorded, forms, error, padded)
                 return
             form = made.result()
-            if grown is not None:
-                self._rooms[program, device] = form
-                form = Padded(self.client, self.counters, grown, form)
+            if padded is not None:
+                self._padded[program, device] = form
+                form = PaddedExecutable(self.client, self.counters, padded, form)
             plan.ready(form)
 
         ready.add_done_callback(tell)
@@ -177,12 +185,17 @@ class Engine:
     def _clusters(self, program: Program) -> Clusters | None:
         return self.plans.clusters(program) if self._knob("clusters") else None
 
-    def _made_not(self, plan: Any, program: Program, shapes: Iterator[Grown | None], error: BaseException) -> None:
-        """Goes on to the next shape where one is not compiled and must not be."""
+    def _made_not(
+        self, plan: Any, program: Program, forms: Iterator[Padded | None], error: BaseException, padded: Padded | None
+    ) -> None:
+        """Goes on to the next form where one is padded, or is not compiled and must not be."""
         failure = _explained(error, plan)
-        if isinstance(error.__cause__, NotCompiledError):
+        is_frozen = isinstance(error.__cause__, NotCompiledError)
+        if is_frozen or padded is not None:
+            if not is_frozen:
+                self._refuse(program, failure)
             try:
-                self._make(plan, program, shapes)
+                self._make(plan, program, forms)
             except StopIteration:
                 plan.failed(failure)
             except Exception as other:  # noqa: BLE001 -- whoever reads the region's values raises it
@@ -190,33 +203,48 @@ class Engine:
         else:
             plan.failed(failure)
 
-    def _shapes(self, program: Program, before: Any, device: int) -> Iterator[Grown | None]:
-        """What may run a program, best first: with room (see `growth`), or as it is (None). Where nothing may be
-        compiled, what another process gave room to, or did not, serves too."""
-        grown = None
+    def _forms(self, program: Program, before: Any, device: int) -> Iterator[Padded | None]:
+        """What may run a program, best first: padded (see `padding`), or as it is (None). Where nothing may be
+        compiled, what another process padded, or did not, serves too."""
         if before is not None:
-            grown = self._grow(program, before.program)
-            if grown is not None and (grown.program, device) not in self._rooms:
-                self.plans.note_outgrown(before.program)
-        yield grown
+            padded = self._pad(program, [before.program])
+            if padded is not None:
+                if (padded.program, device) not in self._padded:
+                    self.plans.note_outgrown(before.program)
+                yield padded
+        self._layouts.note(program)
+        yield None
         if self._knob("policy") == "frozen":
-            if grown is not None:
-                yield None
-            for earlier in self.plans.outgrown(program):
-                other = self._grow(program, earlier)
-                if other is not None:
-                    yield other
+            outgrown = self.plans.outgrown(program)
+            padded = self._pad(program, outgrown) if outgrown else None
+            if padded is not None:
+                yield padded
 
-    def _grow(self, program: Program, before: Program) -> Grown | None:
-        """The program with room for what has grown since another one; None where it is better left as it is."""
+    def _pad(self, program: Program, others: Sequence[Program]) -> Padded | None:
+        """The program padded, with other sizes of it in view; None where it is better left as it is."""
         try:
-            grown = grow(program, before, self._rule_of)
-        except Fixed as error:
-            if "cluster" in self._knob("log"):
-                log.write(f"tpu: the region at {program.line} gets no room: {error}")
+            if self._knob("debug_nans") != "off":
+                raise Refused("results are checked for NaN")
+            padded = self._layouts.pad(program, others)
+            ops = [op for op in padded.program.ops if op.padding is not None]
+            for op, (fragment, _) in zip(ops, self.fragments.find(ops), strict=True):
+                counts = op.padding.counts if op.padding is not None else ()
+                sizes = [padded.numbers[count.index - program.ints] for count in counts]
+                values = dict(zip("abcdefgh", sizes, strict=False))
+                if not all(is_unequal(expression, values) for expression in fragment.unequal):
+                    raise Refused(f"{op.name} of sizes that are equal by chance")
+        except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
+            self._refuse(program, error)
             return None
-        self.counters.regions_grown += 1
-        return grown
+        self.counters.regions_padded += 1
+        return padded
+
+    def _refuse(self, program: Program, error: BaseException) -> None:
+        """Notes why a program is not padded."""
+        cause = f"{error} (the region at {program.line})"
+        self.counters.not_padded(cause)
+        if "cluster" in self._knob("log"):
+            log.write(f"tpu: not padded: {cause}")
 
     def load(self, recorded: Iterable[Recorded], device: int = 0) -> list[Future[Loaded]]:
         """Asks for the programs of a manifest before anything needs them."""

@@ -22,7 +22,7 @@ from .log import write
 from .lower import failed_aval
 from .memory import Flight, Memory, nbytes_of, show_bytes
 from .observe import Called, Launched, Observer
-from .padded import Padded, RoomyArray, without_room
+from .padding.arrays import PaddedArray, PaddedExecutable, without_surplus
 from .pieces import Pieces
 from .sequence import Sequence as Parts
 from .views import fits
@@ -143,12 +143,12 @@ class Executor:
     def launch(self, work: Any, executable: Any = None) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
         executable = executable or work.executable
-        if isinstance(executable, Padded):
+        if isinstance(executable, PaddedExecutable):
             with _Caught(work):
                 self.launch(executable.work(work), executable.executable)
             return
-        if RoomyArray.exist:
-            work = without_room(self._client, self._counters, work)
+        if PaddedArray.exist:
+            work = without_surplus(self._client, self._counters, work)
         if isinstance(executable, HostCall):
             self._call(work)
         elif isinstance(executable, (Joint, Pieces)):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .pjrt import Client
 
 _BATCH = 128  # ops traced in one module
+EVALUATION = f"{__package__}.padding.evaluate"  # what an op with padding is traced with; it imports jax
 
 
 class Fragments:
@@ -165,6 +166,7 @@ class Fragments:
             "platform": self.platform,
             "lowering": fingerprint.of_function(entry.function, self._lowerings.context),
             "tracing": fingerprint.of_modules(*self._tracing),
+            "padding": fingerprint.of_modules(EVALUATION) if " padding " in key else "",
         }
         return Key.of("fragment", parts)
 
@@ -179,4 +181,5 @@ def _decode(data: bytes) -> Fragment:
     fields = json.loads(data)
     checks = tuple((m, getattr(importlib.import_module(module), name)) for m, module, name in fields["checks"])
     used, forwards = tuple(fields["used"]), tuple(fields["forwards"])
-    return Fragment(fields["symbol"], fields["text"], used, forwards, fields["signature"], checks)
+    unequal = tuple(fields["unequal"])
+    return Fragment(fields["symbol"], fields["text"], used, forwards, fields["signature"], checks, unequal)

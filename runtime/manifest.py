@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from .region import Base, Lifted, Op, Operand, Padding, Part, Program, Random, Result, Scalar, Symbolic, Write
 
 FORMAT = "torchtpu manifest 1"
-_CLASSES = {c.__name__: c for c in (Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write)}
+_CLASSES = {c.__name__: c for c in (Base, Lifted, Op, Operand, Padding, Part, Program, Random, Result, Scalar, Symbolic, Write)}
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
 

@@ -23,11 +23,11 @@ from .calls import results_of
 from .clusters import Clusters, Places, cut_out, may_have_clusters, search
 from .counters import Counters
 from .fleet import Homes
-from .fragments import Fragments
-from .growth import skeleton
+from .fragments import EVALUATION, Fragments
 from .lists import take_apart
 from .lower import Aval, Check, Module, lower
 from .manifest import FORMAT, decode, encode
+from .padding.layout import skeleton
 from .pjrt import Options, calls_lapack, key_of
 from .region import Base, Lifted, Program
 from .views import Digit
@@ -149,6 +149,7 @@ class Plans:
             "platform": self._fragments.platform,
             "lowerings": lowerings,
             "emission": fingerprint.of_modules(*modules),
+            "padding": fingerprint.of_modules(EVALUATION) if any(op.padding for op in program.ops) else "",
         }
         return Key.of(kind, parts)
 

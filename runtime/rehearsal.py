@@ -12,14 +12,13 @@ import torch
 
 from .calls import results_of
 from .counters import Counters
-from .growth import RuleOf, grow
 from .host_calls import number_of
 from .joint import Collectives, ends_around
 from .manifest import Journal, Outcome
+from .padding.layout import Layouts, Refused
 from .parts import ends_of_runs, split
 from .pieces import ordered, split_by_group
 from .region import Base, Program
-from .room import Fixed
 
 _KEPT_BYTES = 1 << 20  # an upload this small is kept: reading it back is no guess
 
@@ -50,11 +49,10 @@ class Rehearsal:
         counters: Counters,
         line: Any,
         collectives: Collectives,
-        rule_of: RuleOf,
         *,
         answers: bool,
     ) -> None:
-        self._rule_of = rule_of
+        self._layouts = Layouts()
         self._collectives = collectives
         self.counters = counters
         self._journal = journal
@@ -84,12 +82,14 @@ class Rehearsal:
         plan.ready(Rehearsed(_outputs(program), [call.args[1] for call in calls]))
 
     def _made_of(self, program: Program, before: Any) -> list[Program]:
-        """What an engine would make of a program: one with room, or parts, where sizes keep changing."""
+        """What an engine would make of a program: a padded one, or parts, where sizes keep changing."""
         if before is None:
+            self._layouts.note(program)
             return [program]
         try:
-            return [grow(program, before.program, self._rule_of).program]
-        except Fixed:
+            return [self._layouts.pad(program, [before.program]).program]
+        except Refused:
+            self._layouts.note(program)
             ends = ends_of_runs(program, before.program)
             return [part.program for part in split(program, ends)] if ends else [program]
 

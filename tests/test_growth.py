@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtpu import config, metrics
-from torchtpu.runtime.room import room_for
+from torchtpu.runtime.padding.layout import room_for
 
 LENGTHS = [3, 4, 5, 6, 7, 9, 12, 20, 31, 32, 33, 40, 8]
 
@@ -27,11 +27,11 @@ def same_on_both(loop: Callable[[str], list[Tensor]], **tolerances: float) -> tu
     torch.manual_seed(0)
     expected = loop("cpu")
     torch.manual_seed(0)
-    compiled, grown = counted("programs_compiled"), counted("regions_grown")
+    compiled, grown = counted("programs_compiled"), counted("regions_padded")
     found = loop("tpu")
     for e, f in zip(expected, found, strict=True):
         torch.testing.assert_close(f, e, **(tolerances or {"rtol": 2e-5, "atol": 2e-6}))
-    return counted("programs_compiled") - compiled, counted("regions_grown") - grown
+    return counted("programs_compiled") - compiled, counted("regions_padded") - grown
 
 
 # ---- one op that sees what grows
