@@ -118,9 +118,12 @@ class Symbols:
         if part.dims is None:
             return array
         ranges = [(self.size(start), self.size(count), step) for start, count, step in part.ranges]
-        ends = [start + (count - 1) * step + 1 for start, count, step in ranges]
         array = lax.reshape(array, self.sizes(part.factors))
-        array = lax.slice(array, [r[0] for r in ranges], ends, [r[2] for r in ranges])
+        for axis, (start, count, step) in enumerate(ranges):
+            if step == 1 and not core.is_constant_dim(start) and core.is_constant_dim(count):
+                array = lax.dynamic_slice_in_dim(array, core.dimension_as_value(start), count, axis)
+            else:
+                array = lax.slice_in_dim(array, start, start + (count - 1) * step + 1, step, axis)
         order = [k for dim in part.dims for k in dim]
         used = sorted(order)
         array = lax.reshape(array, tuple(ranges[k][1] for k in used))

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..box import find_box
-from ..calls import results_of, written
+from ..calls import results_of, schema_of, written
 from ..parts import operands
 from ..region import Base, Lifted, Op, Operand, Padding, Part, Program, Result, Scalar, Symbolic, Write
 
@@ -43,6 +43,7 @@ _MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest of those
 _FEWEST_RECENT = 4
 _MOST_OUTLINES = 256
 _MOST_TEMPLATES = 4  # of one outline
+_NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
 _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
 
@@ -76,6 +77,8 @@ class Size(NamedTuple):
     def capacity(self, bounds: Mapping[str, Bound]) -> int:
         """How long a dimension of this size is in memory: what `evaluate.Sizes.capacity` says of the same size."""
         most = self.constant
+        if not self.variables <= bounds.keys():
+            raise Refused("a size that may be none")
         for factor, names in self.terms:
             ends = ([bounds[n].least + offset, bounds[n].most + offset] for n, offset in names)
             products = [factor * math.prod(chosen) for chosen in itertools.product(*ends)]
@@ -268,8 +271,6 @@ class _Fit:
         return self._known[column]
 
     def _variable(self, column: tuple[int, ...]) -> Size:
-        if min(column) < _LEAST_SIZE:
-            raise Refused(f"a number that changes: {', '.join(map(str, column))}")
         if len(self.variables) == _MOST_VARIABLES:
             raise Refused("too many sizes change")
         name = "abcdefgh"[len(self.variables)]
@@ -358,7 +359,9 @@ class Template:
             raise Refused("sizes that are buckets already")
         self._homes = {name: self._slots.index(Size(((1, ((name, 0),)),))) for name in fit.variables}
         self._sizes = {slot for slot in self._slots if isinstance(slot, Size)}
-        self._behind = {name: self._longest(name) for name in fit.variables}
+        # What was a size that arrays do not have: a place, which needs no room.
+        self._places = {name for name, values in fit.variables.items() if min(values) < _LEAST_SIZE}
+        self._behind = {name: self._longest(name) for name in fit.variables if name not in self._places}
         self._programs: dict[tuple[Bound, ...], _Made] = {}
 
     def pad(self, program: Program, slots: Sequence[int]) -> Padded:
@@ -368,7 +371,7 @@ class Template:
         for slot, value in zip(self._slots, slots, strict=True):
             if (found[slot] if isinstance(slot, Size) else slot) != value:
                 raise Refused(f"{value} does not follow from the sizes {', '.join(map(str, values.values()))}")
-        bounds = {name: self._bound(name, value) for name, value in values.items()}
+        bounds = {name: self._bound(name, values[name]) for name in self._behind}
         key = tuple(bounds.values())
         if key not in self._programs:
             self._programs[key] = _Maker(program, self._outline(program), bounds).make()
@@ -506,11 +509,19 @@ class _Maker:
         if len(set(targets)) < len(targets):
             raise Refused(f"{op.name} writes twice into one array")
         made = _PaddedOp(self)
-        args = tuple(itertools.starmap(made.argument, zip(op.args, call.args, strict=True)))
+        kinds = [str(argument.type) for argument in schema_of(op.name).arguments]
+        args = tuple(
+            made.argument(given, outlined, is_number=i < len(kinds) and kinds[i] in _NUMBERS)
+            for i, (given, outlined) in enumerate(zip(op.args, call.args, strict=True))
+        )
         views = {id(m): view for m, view in zip(results_of(op), call.made, strict=True)}
-        parts = tuple(made.part(view) if _has_size(view) else None for view in call.made)
+        parts = tuple(made.part(view) if _is_longer(view) else None for view in call.made)
         results = tuple(self._result(result, views) for result in op.results)
         writes = tuple(self._write(write, views[id(write)]) for write in op.writes)
+        if not made.names.keys() <= self._bounds.keys():
+            raise Refused(f"a number that changes: an argument of {op.name}")
+        if not any(made.reads) and not any(parts) and not made.names:
+            return replace(op, args=args, results=results, writes=writes)
         bounds = tuple(tuple(self._bounds[name]) for name in made.names)
         counts = tuple(self.number(Size(((1, ((name, 0),)),))) for name in made.names)
         padding = Padding(counts, bounds, tuple(made.reads), parts)
@@ -519,7 +530,7 @@ class _Maker:
     def _result(self, result: Any, views: Mapping[int, _View]) -> Any:
         if isinstance(result, tuple):
             return tuple(self._result(item, views) for item in result)
-        if not isinstance(result, Result) or not _has_size(views[id(result)]):
+        if not isinstance(result, Result) or not _is_longer(views[id(result)]):
             return result
         if result.dtype != result.base.dtype:
             raise Refused("a result of other elements than its array")
@@ -527,14 +538,32 @@ class _Maker:
         return replace(result, sizes=base.shape, strides=row_major(base.shape), base=base)
 
     def _write(self, write: Write, view: _View) -> Write:
-        if not _has_size(view):
-            return write
+        if not _is_longer(view):
+            return replace(write, offset=self.offset(view)) if _has_size(view) else write
+        if write.replaces and not view.about[-1] and view.box is not None:
+            raise Refused("a write that leaves out elements")
         if write.dtype != write.base.dtype or view.strides is not None:
             raise Refused("a write at a place that changes, or of other elements")
         base = self._base(write.base, view.shape)
         return replace(
             write, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base, replaces=True
         )
+
+    def offset(self, view: _View) -> Lifted:
+        """Where a view begins in an array that is not longer, at run time."""
+        assert view.box is not None
+        factors, ranges, _ = view.box
+        terms, constant, weight = [], 0, math.prod(factors)
+        for factor, (start, _, _) in zip(factors, ranges, strict=True):
+            weight //= factor
+            if not isinstance(start, Size):
+                constant += weight * start
+            elif start.divisor == 1:
+                terms += [(weight * f, names) for f, names in start.terms]
+                constant += weight * (start.constant + start.after)
+            else:
+                raise Refused("a view at a place that is a quotient")
+        return self.number(Size(tuple(terms), constant))
 
     def _base(self, base: Base, dims: Sequence[Leaf]) -> Base:
         return base._replace(shape=self.shape(dims)) if _has_size(dims) else base
@@ -552,15 +581,18 @@ class _PaddedOp:
         self.reads: list[Part | None] = []
         self._maker = maker
 
-    def argument(self, given: Any, outlined: Any) -> Any:
+    def argument(self, given: Any, outlined: Any, *, is_number: bool) -> Any:
         """An argument of the op on longer arrays; notes what it reads of them."""
         if isinstance(given, Operand):
             return self._operand(given, outlined)
         if isinstance(given, (tuple, list)):
-            return tuple(itertools.starmap(self.argument, zip(given, outlined, strict=True)))
+            items = zip(given, outlined, strict=True)
+            return tuple(self.argument(item, own, is_number=is_number) for item, own in items)
         if isinstance(outlined, _Number) and isinstance(outlined.value, Size):
             if isinstance(given, Scalar):
                 return replace(given, value=self._maker.number(outlined.value))
+            if is_number:
+                return self._maker.number(outlined.value)
             return Symbolic(self.text(outlined.value))
         return given
 
@@ -589,6 +621,9 @@ class _PaddedOp:
         if not _has_size(view):
             self.reads.append(None)
             return given
+        if not _is_longer(view):
+            self.reads.append(None)
+            return replace(given, offset=self._maker.offset(view))
         if view.strides is not None:
             raise Refused("a view at a place that changes")
         if given.dtype.itemsize != given.base.dtype.itemsize:
@@ -596,6 +631,14 @@ class _PaddedOp:
         self.reads.append(self.part(view))
         base = Base(self._maker.shape(view.shape), given.base.dtype)
         return replace(given, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base)
+
+
+def _is_longer(view: _View) -> bool:
+    """Whether a tensor, or the array that it lies in, is longer in memory; else it may begin at another place."""
+    if _has_size(view.shape) or _has_size(view.sizes) or view.strides is not None:
+        return _has_size(view)
+    factors, ranges, _ = view.box or ((), (), ())
+    return _has_size(factors) or any(_has_size(taken) for _, taken, _ in ranges)
 
 
 def _has_size(value: Any) -> bool:
