@@ -35,8 +35,8 @@ setup(
     ext_modules=[
         CppExtension(
             "torchtpu.runtime._C",
-            sources=sorted(glob("runtime/csrc/*.cpp")),
-            depends=sorted(glob("runtime/csrc/*.h")),
+            sources=sorted(glob("runtime/csrc/*/*.cpp")),
+            depends=sorted(glob("runtime/csrc/*/*.h")),
             include_dirs=[os.path.abspath("runtime/csrc")],
             # Python's own flags often ask for -g, which would make the library 50 times larger.
             extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden"],

@@ -3,7 +3,7 @@
 The programs of one process are compiled with each option, and take turns in it; "same code" is not timed. `again` is
 the usual options once more: what it differs by is noise. For a chip, which need not be here, the figures are libtpu's.
 
-    python benchmarks/compile_options.py w3                                       # what `runtime/variants.py` has
+    python benchmarks/compile_options.py w3  # what `runtime/compile/candidates.py` has
     python benchmarks/compile_options.py w3 xla_cpu_prefer_vector_width=512
     python benchmarks/compile_options.py w3 --chip v5e xla_tpu_scoped_vmem_limit_kib=32768
 """
@@ -31,7 +31,7 @@ _SLOT_SECONDS = 0.1
 
 def variants(words: list[str], platform: str) -> dict[str, Options]:
     """Those of the command line, else those of the table."""
-    from torchtpu.runtime.variants import SWEEPS
+    from torchtpu.runtime.compile.candidates import SWEEPS
 
     def value(text: str) -> Any:
         return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
@@ -43,7 +43,7 @@ def variants(words: list[str], platform: str) -> dict[str, Options]:
 def measure(workload: str, tried: dict[str, Options], rounds: int) -> list[list[str]]:
     """Per option the ratio of a step's CPU time to that with the usual ones: the rounds' median, and quartiles."""
     from torchtpu import startup
-    from torchtpu.runtime.builder import Builder
+    from torchtpu.runtime.compile.builder import Builder
 
     built: dict[int, Any] = {}
     make = Builder.executable
@@ -102,8 +102,8 @@ def estimate(workload: str, tried: dict[str, Options], target: str) -> list[list
     """Per option the ratios of cycles, bytes and temporary memory to those with the usual ones."""
     from torchtpu.cli.worker import Worker
     from torchtpu.compiler_cache import NullStore
-    from torchtpu.runtime.aot import AotClient
-    from torchtpu.runtime.manifest import decode_recorded
+    from torchtpu.runtime.compile.aot import AotClient
+    from torchtpu.runtime.ir.manifest import decode_recorded
 
     with tempfile.TemporaryDirectory() as folder:
         knobs = {"TORCHTPU_TARGET": target, "TORCHTPU_READS": "standin", "TORCHTPU_JOURNAL": folder}
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     a = parser.parse_intermixed_args()
     if a.chip:
-        from torchtpu.runtime.aot import environment
+        from torchtpu.runtime.compile.aot import environment
 
         os.environ |= environment()
         heads = ["options", "cycles", "bytes", "temporary memory", "compile"]

@@ -71,10 +71,10 @@ def cost(target: str, arguments: list[str], *, with_parts: bool) -> dict[str, An
     """The costs of a step on one chip, with and without barriers; `parts` are the temporary bytes in parts."""
     from torchtpu.distributed.calls import OP
     from torchtpu.ops.registry import LOWERINGS
-    from torchtpu.runtime.chips import find_chip
-    from torchtpu.runtime.joint import ends_around
-    from torchtpu.runtime.manifest import decode_recorded
-    from torchtpu.runtime.parts import split
+    from torchtpu.runtime.device.chips import find_chip
+    from torchtpu.runtime.ir.manifest import decode_recorded
+    from torchtpu.runtime.partition.split import split
+    from torchtpu.runtime.spmd.regions import ends_around
 
     _, topology = find_chip(target)
     ranks = math.prod(map(int, topology.split("x")))
@@ -100,7 +100,7 @@ class _Compiler:
     def __init__(self, target: str) -> None:
         from torchtpu.cli.worker import Worker
         from torchtpu.compiler_cache import NullStore
-        from torchtpu.runtime.aot import AotClient
+        from torchtpu.runtime.compile.aot import AotClient
 
         self._worker = Worker(target, NullStore("every cost is wanted"))
         self._client = AotClient(target)
@@ -108,7 +108,7 @@ class _Compiler:
 
     def cost(self, program: Any) -> dict[str, Any]:
         """A program's cost, and that of its collectives where the compiled module can be read."""
-        from torchtpu.runtime.traffic import traffic
+        from torchtpu.runtime.telemetry.traffic import traffic
 
         plan = self._worker.plan(program)
         built = self._client.compile(plan.text(), plan.homes)
@@ -117,7 +117,7 @@ class _Compiler:
 
     def peak(self, program: Any, parts: list[Any]) -> int:
         """The bytes that a program's parts take beyond its arguments, one after the other."""
-        from torchtpu.runtime.sequence import Sequence
+        from torchtpu.runtime.execute.sequence import Sequence
 
         def executable_of(number: int) -> Any:
             part = parts[number].program
@@ -168,7 +168,7 @@ def main() -> None:
     elif a.cost:
         print(json.dumps(cost(a.cost, sizes, with_parts=a.parts)))
     else:
-        from torchtpu.runtime.aot import environment
+        from torchtpu.runtime.compile.aot import environment
 
         heads = ["slice", "ranks", "beside other work", "alone", "communication", "exposed"]
         heads += ["cycles with / without barriers", "temporary memory", "without barriers", "memory / in parts"]

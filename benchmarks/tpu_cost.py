@@ -60,7 +60,7 @@ def cost_of_recorded(workload: str, target: str) -> list[dict[str, Any]]:
     """The cost of each program of a step."""
     from torchtpu import startup
     from torchtpu.cli.worker import Worker
-    from torchtpu.runtime.manifest import decode_recorded
+    from torchtpu.runtime.ir.manifest import decode_recorded
 
     worker = Worker(target, startup.open_store())
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def cost_of_jax(workload: str, target: str) -> dict[str, Any]:
     import numpy as np
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
-    from torchtpu.runtime.aot import AotClient
+    from torchtpu.runtime.compile.aot import AotClient
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         block = next(b for b in (512, 256, 128) if q.shape[2] % b == 0)  # as recorded attention has them
@@ -110,7 +110,7 @@ def compare(workload: str, target: str) -> dict[str, Any]:
 
 def seconds(cost: dict[str, Any], target: str) -> tuple[float, float]:
     """A step's time by the cycles, and the part of it that is charged by bytes."""
-    from torchtpu.runtime.chips import find_chip
+    from torchtpu.runtime.device.chips import find_chip
 
     chip, _ = find_chip(target)
     unpriced = cost["unpriced_bytes"] / chip.bytes_per_second
@@ -118,7 +118,7 @@ def seconds(cost: dict[str, Any], target: str) -> tuple[float, float]:
 
 
 def time_of(cost: dict[str, Any], target: str) -> float:
-    from torchtpu.runtime.chips import find_chip
+    from torchtpu.runtime.device.chips import find_chip
 
     return max(seconds(cost, target)[0], cost["bytes_accessed"] / find_chip(target)[0].bytes_per_second)
 
@@ -165,7 +165,7 @@ def main() -> None:
     if a.compare:
         print(json.dumps(compare(*a.compare)))
         return
-    from torchtpu.runtime.aot import environment
+    from torchtpu.runtime.compile.aot import environment
 
     heads = ["recorded / jax", "recorded", "jax", "cycles", "flops", "bytes", "temporary memory", "charged by bytes"]
     rows = [["workload", "chip", *heads, "programs"]]

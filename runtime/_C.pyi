@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import Backend
 
-from .region import Program
+from .ir.program import Program
 
 built_torch_version: str
 

@@ -16,32 +16,34 @@ from weakref import WeakValueDictionary
 import torch
 
 from torchtpu.compiler_cache import NullStore, Store
+from torchtpu.runtime.device.loaded import Loaded
+from torchtpu.runtime.device.sizes import nbytes_of
 
-from . import log
-from .alike import IsStructural
-from .builder import Builder
-from .calls import Entry, Lowerings
-from .clusters import Clusters
-from .compiler import Compiler, Loaded, NotCompiledError
-from .counters import Counters
-from .executor import Executor
-from .fitting import Fitting
-from .fleet import Fleet
-from .forms import RegionForms, UnbuiltError, Workshop
-from .fragments import Fragments
-from .guards import Guard, recorded_at
-from .joint import Collectives
-from .joints import Joints
-from .manifest import Journal, Outcome, Recorded
-from .memory import Memory, nbytes_of
-from .observe import Observer
+from .compile.builder import Builder
+from .compile.candidates import SWEEPS
+from .compile.compiler import Compiler, NotCompiledError
+from .compile.plan_cache import Plans
+from .compile.variants import RegionForms, UnbuiltError, Workshop
+from .device.client import Client
+from .device.process_group import Fleet
+from .execute.checks import Guard, recorded_at
+from .execute.executor import Executor
+from .execute.fitting import Fitting
+from .execute.memory import Memory
+from .ir.calls import Entry, Lowerings
+from .ir.manifest import Journal, Outcome, Recorded
+from .ir.program import Program
+from .ir.scalar_lifting import IsStructural
+from .lowering.fragments import Fragments
 from .padding.arrays import PaddedExecutable, download
 from .padding.layout import Layouts, Padded, Refused, is_unequal
-from .parts import ends_of_runs, split
-from .pjrt import Client
-from .plans import Plans
-from .region import Program
-from .variants import SWEEPS
+from .partition.clusters import Clusters
+from .partition.split import ends_of_runs, split
+from .spmd.builder import Joints
+from .spmd.regions import Collectives
+from .telemetry import log
+from .telemetry.counters import Counters
+from .telemetry.observers import Observer
 
 
 class Engine:

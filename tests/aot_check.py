@@ -1,7 +1,7 @@
 """Compiles lowerings for TPUs without one: in come PyTorch's op samples, out goes what libtpu's compiler refuses.
 
-    python tests/aot_check.py --target v5e gather sort --dtypes float32,int64
-    python tests/aot_check.py --target v6e                    # every lowering
+python tests/aot_check.py --target v5e gather sort --dtypes float32,int64
+python tests/aot_check.py --target v6e                    # every lowering
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Compiler:
             self._process = None
 
     def _start(self) -> subprocess.Popen[str]:
-        from torchtpu.runtime import aot
+        from torchtpu.runtime.compile import aot
 
         return subprocess.Popen(
             [sys.executable, __file__, "--serve", self._target],
@@ -140,7 +140,7 @@ class Compiler:
 
 def serve(target: str) -> None:
     """Compiles each text that comes in and answers with its error, or with an empty text."""
-    from torchtpu.runtime.aot import AotClient
+    from torchtpu.runtime.compile.aot import AotClient
 
     client = AotClient(target)
     resource.setrlimit(resource.RLIMIT_AS, (_NBYTES + _mapped_bytes(), resource.RLIM_INFINITY))

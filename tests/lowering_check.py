@@ -4,7 +4,7 @@ Every ATen call that a sample makes, forward and backward, is also computed by i
 and inferred on meta tensors; both have to agree with what PyTorch's CPU kernel returned.
 
     python tests/lowering_check.py add mul --dtypes float32,int64 --samples 3
-    python tests/lowering_check.py --file torchtpu/ops/reduce.py
+    python tests/lowering_check.py --file torchtpu/ops/math/reduce.py
 """
 
 from __future__ import annotations
@@ -515,11 +515,20 @@ def _run_opinfo(check: Check, info: Any, dtype: torch.dtype, count: int, backwar
                 _attempt(call)
 
 
+def op_files() -> list[Path]:
+    """Every file with lowerings."""
+    return [path for path in sorted((ROOT / "torchtpu" / "ops").rglob("*.py")) if path.stem != "__init__"]
+
+
+def module_of(path: Path) -> str:
+    """The name under which an op file is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
 def load_ops() -> dict[str, Any]:
     """Imports every op file; returns LOWERINGS."""
-    for path in sorted((ROOT / "torchtpu" / "ops").glob("*.py")):
-        if path.stem != "__init__":
-            importlib.import_module(f"torchtpu.ops.{path.stem}")
+    for path in op_files():
+        importlib.import_module(module_of(path))
     found: dict[str, Any] = importlib.import_module("torchtpu.ops.registry").LOWERINGS
     return found
 
@@ -595,7 +604,8 @@ def main() -> int:
     sys.modules["torchtpu"] = package
     torch.set_num_threads(1)
     if options.file:
-        modules = {f"torchtpu.ops.{Path(f).stem}" for f in options.file}
+        stems = {Path(name).stem for name in options.file}
+        modules = {module_of(path) for path in op_files() if path.stem in stems}
         for module in modules:
             importlib.import_module(module)
         with contextlib.suppress(ImportError, AssertionError, SyntaxError, NameError):  # another file in the making

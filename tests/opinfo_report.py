@@ -1,6 +1,6 @@
 """Writes docs/ops.md: in come the result files of a full run, out goes the table of what passes, by dtype and by mode.
 
-    python tests/opinfo_report.py shard0.jsonl shard1.jsonl
+python tests/opinfo_report.py shard0.jsonl shard1.jsonl
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtpu.runtime.region import Base, Op, Operand, Program, Result, Write
+from torchtpu.runtime.ir.program import Base, Op, Operand, Program, Result, Write
 
 
 class Record(TorchDispatchMode):
@@ -90,7 +90,7 @@ class Record(TorchDispatchMode):
         if isinstance(value, (list, tuple)):
             return tuple(self._argument(v, name) for v in value)
         if isinstance(value, float) and self.lifts:
-            from torchtpu.runtime.region import Lifted
+            from torchtpu.runtime.ir.program import Lifted
 
             self.floats.append(value)
             return Lifted("f", len(self.floats) - 1)

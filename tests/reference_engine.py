@@ -21,8 +21,8 @@ import torch
 
 from torchtpu import startup
 from torchtpu.runtime import _C
-from torchtpu.runtime.parts import bases_of
-from torchtpu.runtime.region import Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.values import bases_of
 
 _POISON = 0xA5
 

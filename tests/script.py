@@ -53,7 +53,7 @@ def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
 def compiled_for(target: str, code: str, cases: dict[str, Any]) -> dict[str, Any]:
     """The JSON that the code prints last, run where libtpu starts without a chip; its arguments are the target and the
     cases as JSON."""
-    from torchtpu.runtime import aot
+    from torchtpu.runtime.compile import aot
 
     command = [sys.executable, "-c", code, target, json.dumps(cases)]
     done = subprocess.run(

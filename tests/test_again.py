@@ -13,8 +13,8 @@ from test_clusters import run
 from test_engine import TABLE, make_engine
 
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.lower import lower
-from torchtpu.runtime.region import Program
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.lowering.emit import lower
 
 
 @pytest.fixture(params=[True, False])

@@ -15,10 +15,10 @@ import torch
 from jax.errors import JaxRuntimeError
 
 from torchtpu.compiler_cache import Target, compiler_line, program_digest
-from torchtpu.runtime.chips import CHIPS, devices_of_host, find_chip
-from torchtpu.runtime.cost import arrays, cost_of, estimate, text_of
-from torchtpu.runtime.pjrt import Client, key_of
-from torchtpu.runtime.traffic import traffic
+from torchtpu.runtime.device.chips import CHIPS, devices_of_host, find_chip
+from torchtpu.runtime.device.client import Client, key_of
+from torchtpu.runtime.telemetry.cost import arrays, cost_of, estimate, text_of
+from torchtpu.runtime.telemetry.traffic import traffic
 
 needs_libtpu = pytest.mark.skipif(
     not aot_check.HAS_LIBTPU, reason="the TPU compiler is not installed: pip install 'torchtpu[aot]'"
@@ -138,7 +138,7 @@ def test_a_program_has_one_key_with_chips_and_without(monkeypatch: pytest.Monkey
 def test_the_topologies_of_libtpu_are_the_chips_that_are_known() -> None:
     """Kind and number of devices, as the compile-only client has them."""
     code = (
-        "from torchtpu.runtime.aot import AotClient\n"
+        "from torchtpu.runtime.compile.aot import AotClient\n"
         "for name in ('v4', 'v5e', 'v5p', 'v6e', 'tpu7x'):\n"
         "    client = AotClient(name)\n"
         "    print(name, client.target.device_kind, len(client.devices), sep='|')\n"
@@ -147,7 +147,7 @@ def test_the_topologies_of_libtpu_are_the_chips_that_are_known() -> None:
         "except ValueError as error:\n"
         "    print(error)\n"
     )
-    from torchtpu.runtime.aot import environment
+    from torchtpu.runtime.compile.aot import environment
 
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtpu import buckets, config, metrics
-from torchtpu.bucket_dims import Unsafe, regrouped
+from torchtpu import config, metrics
+from torchtpu.compile import buckets
+from torchtpu.compile.bucket_dims import Unsafe, regrouped
 from torchtpu.runtime import _C
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -14,8 +14,9 @@ import torch
 from record_support import Record
 
 from torchtpu.compiler_cache import DirectoryStore, EntryFile
-from torchtpu.runtime import fingerprint, pjrt
-from torchtpu.runtime.counters import Counters
+from torchtpu.runtime.device import client as pjrt
+from torchtpu.runtime.lowering import fingerprint
+from torchtpu.runtime.telemetry.counters import Counters
 
 home = pytest.fixture(cache_support.home)
 lines = pytest.fixture(cache_support.lines)

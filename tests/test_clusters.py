@@ -13,12 +13,12 @@ from record_support import Record
 from test_engine import TABLE, Plan, Work, make_engine
 
 import torchtpu
-from torchtpu.runtime import clusters
-from torchtpu.runtime.clusters import COSTS
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.parts import Part
-from torchtpu.runtime.region import Program
-from torchtpu.runtime.repeats import Run, find_runs
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.partition import clusters
+from torchtpu.runtime.partition.clusters import COSTS
+from torchtpu.runtime.partition.repeats import Run, find_runs
+from torchtpu.runtime.partition.split import Part
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_lists_are_taken_apart_where_their_elements_are_apart(engine: Engine) ->
 def hot_engine(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> tuple[Engine, Program, Record]:
     monkeypatch.setattr(clusters, "_HOT", 3)
     monkeypatch.setattr(clusters, "_MS_A_LAUNCH", 1e9)
-    monkeypatch.setattr("torchtpu.runtime.log.write", logged.append)
+    monkeypatch.setattr("torchtpu.runtime.telemetry.log.write", logged.append)
     engine = make_engine(knobs={"log": ("cluster",)})
     with Record() as record:
         y = layers(record, 6)

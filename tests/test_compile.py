@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from torchtpu import graphs, metrics
+from torchtpu import metrics
+from torchtpu.compile import graphs
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 MODES = [None, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]

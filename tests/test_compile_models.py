@@ -11,7 +11,8 @@ import torch._dynamo.testing
 from models import ALWAYS, MODELS, MORE, build, in_full, moved, tensors
 from torch import Tensor
 
-from torchtpu import config, graphs, metrics
+from torchtpu import config, metrics
+from torchtpu.compile import graphs
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 CALLS = 3

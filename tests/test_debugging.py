@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchtpu
-from torchtpu.debugging import compare, debug_nans
+from torchtpu.diagnostics.debugging import compare, debug_nans
 
 SAFE: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.sin() + 2,

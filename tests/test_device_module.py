@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtpu import config, fallback, metrics
+from torchtpu import config, metrics
+from torchtpu.api import fallback
 
 EXPECTED = (
     "is_available device_count current_device set_device device device_of synchronize get_device_properties "

@@ -18,12 +18,12 @@ from record_support import Record
 
 from torchtpu.compiler_cache import DirectoryStore, Key
 from torchtpu.ops.registry import LOWERINGS, PLATFORM_LOWERINGS, Context, Lowering, jnp
-from torchtpu.runtime import plans
-from torchtpu.runtime.counters import Counters
+from torchtpu.runtime.compile import plan_cache as plans
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.hlo import ELEMENT
-from torchtpu.runtime.lower import lower
-from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
+from torchtpu.runtime.ir.types import ELEMENT
+from torchtpu.runtime.lowering.emit import lower
+from torchtpu.runtime.telemetry.counters import Counters
 
 KNOBS: dict[str, Any] = {
     "clusters": True, "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0,
@@ -600,7 +600,7 @@ def test_the_users_jax_stays_as_it_is(engine: Engine) -> None:
 
 
 def test_registry_lowerings_run_through_the_engine() -> None:
-    from torchtpu.ops import pointwise  # noqa: F401
+    from torchtpu.ops.math import pointwise  # noqa: F401
 
     name = "add.Tensor"
     engine = make_engine(lowerings=LOWERINGS, platform_lowerings=PLATFORM_LOWERINGS, served={"add_.Tensor": name})
@@ -710,7 +710,7 @@ def test_the_text_is_the_same_in_every_process() -> None:
     """Fragments that are traced alone, in a batch or read from disk give one text, whatever the hash seed."""
     code = (
         "import test_engine, torch\n"
-        "from torchtpu.runtime.lower import lower\n"
+        "from torchtpu.runtime.lowering.emit import lower\n"
         "engine = test_engine.make_engine()\n"
         "with test_engine.Record() as record:\n"
         "    x = record.input(torch.zeros(3, 4))\n"

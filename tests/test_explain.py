@@ -18,7 +18,7 @@ from torch import nn
 
 import torchtpu
 from torchtpu import metrics, startup
-from torchtpu.explaining import Explanation
+from torchtpu.diagnostics import Explanation
 
 
 def line_of(function: Callable[..., Any], text: str) -> str:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import torchtpu
 from torchtpu import startup
 from torchtpu.runtime import _C
-from torchtpu.runtime.pjrt import Client
+from torchtpu.runtime.device.client import Client
 
 
 def line(offset: int = 0) -> str:

@@ -12,7 +12,7 @@ from test_engine import TABLE, compile_, make_engine, text_of
 
 from torchtpu.ops.registry import Lowering
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.region import Program
+from torchtpu.runtime.ir.program import Program
 
 LOWERINGS = {**TABLE, "tanh": Lowering("tanh", jnp.tanh)}
 

@@ -11,7 +11,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from script import compiled_for
 
-from torchtpu.ops import Context, attention, attention_blocked, attention_flash
+from torchtpu.ops import Context
+from torchtpu.ops.attention import attention, attention_blocked, attention_flash
 
 KERNELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -130,8 +131,9 @@ def test_blocks_drop_in_the_backward_pass_what_they_dropped_before() -> None:
 COMPILE = """
 import json, sys
 import jax, jax.numpy as jnp
-from torchtpu.ops import Context, attention, attention_flash
-from torchtpu.runtime.aot import AotClient
+from torchtpu.ops import Context
+from torchtpu.ops.attention import attention, attention_flash
+from torchtpu.runtime.compile.aot import AotClient
 
 client = AotClient(sys.argv[1])
 context = Context("attention", "tpu", ())

@@ -15,10 +15,12 @@ from script import compiled_for
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from torchtpu import flex, metrics
-from torchtpu.ops import Context, flex_tiles
-from torchtpu.ops.flex_attention import backward, forward
-from torchtpu.ops.flex_mods import Mod
+from torchtpu import metrics
+from torchtpu.compile import flex
+from torchtpu.ops import Context
+from torchtpu.ops.attention import flex_tiles
+from torchtpu.ops.attention.flex_attention import backward, forward
+from torchtpu.ops.attention.flex_mods import Mod
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -364,11 +366,11 @@ def test_long_sequences_have_the_formulas_numbers() -> None:
 COMPILE = """
 import json, sys
 import jax, jax.numpy as jnp, torch
-from torchtpu import flex
+from torchtpu.compile import flex
 from torchtpu.ops import Context
-from torchtpu.ops.flex_attention import backward, forward
-from torchtpu.ops.flex_mods import Mod
-from torchtpu.runtime.aot import AotClient
+from torchtpu.ops.attention.flex_attention import backward, forward
+from torchtpu.ops.attention.flex_mods import Mod
+from torchtpu.runtime.compile.aot import AotClient
 
 client = AotClient(sys.argv[1])
 context = Context("flex_attention", "tpu", (), "highest")

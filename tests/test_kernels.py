@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchtpu import metrics
 from torchtpu.kernels import jax_kernel
-from torchtpu.runtime.aot import environment
+from torchtpu.runtime.compile.aot import environment
 
 
 @jax_kernel
@@ -197,7 +197,7 @@ import torch.nn.functional as F
 from test_kernels import add_one, matmul
 from torchtpu import startup
 from torchtpu.cli.worker import Worker
-from torchtpu.runtime.manifest import decode_recorded
+from torchtpu.runtime.ir.manifest import decode_recorded
 
 target, journal = sys.argv[1:]
 

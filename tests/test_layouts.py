@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtpu import config
 from torchtpu.ops import registry
-from torchtpu.runtime.calls import schema_of
+from torchtpu.runtime.ir.calls import schema_of
 
 # (shape, strides) of arguments that broadcast to (4, 3), (4, 1) or (1, 3): dense, transposed, gaps, sizes of 1
 LAYOUTS = {

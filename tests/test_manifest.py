@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtpu.runtime import manifest
-from torchtpu.runtime.manifest import (
+from torchtpu.runtime.ir import manifest
+from torchtpu.runtime.ir.manifest import (
     Journal,
     ManifestError,
     Outcome,
@@ -19,7 +19,7 @@ from torchtpu.runtime.manifest import (
     read_lines,
     write_lines,
 )
-from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
 
 BASE = Base((2, 3), torch.float32)
 OPERAND = Operand(-1, (3, 2), (1, 3), Lifted("i", 0), torch.float32, BASE)

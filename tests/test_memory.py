@@ -21,9 +21,10 @@ from memory_script import Largest
 
 import torchtpu
 from torchtpu import config, metrics, startup
-from torchtpu.runtime import fitting, tracing
-from torchtpu.runtime.counters import Counters
-from torchtpu.runtime.memory import Flight, Memory
+from torchtpu.runtime.execute import fitting
+from torchtpu.runtime.execute.memory import Flight, Memory
+from torchtpu.runtime.lowering import tracing
+from torchtpu.runtime.telemetry.counters import Counters
 
 SCRIPT = Path(__file__).parent / "memory_script.py"
 MB = 1 << 20

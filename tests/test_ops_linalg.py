@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtpu.ops import linalg as _linalg  # noqa: F401  (registers the lowerings)
+from torchtpu.ops.linalg import linalg as _linalg  # noqa: F401  (registers the lowerings)
 from torchtpu.ops.registry import LOWERINGS, Context, jax, jnp
 
 DTYPES = [torch.float32, torch.complex128]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtpu import metrics
-from torchtpu.runtime.pjrt import Client
+from torchtpu.runtime.device.client import Client
 
 E4 = torch.float8_e4m3fn
 # Of sums of 256 products near 20, rounded once.

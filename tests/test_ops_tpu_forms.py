@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtpu.ops.loss import nll_loss
+from torchtpu.ops.nn.loss import nll_loss
 from torchtpu.ops.registry import Context
 
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from torchtpu.runtime.padding import evaluate
 from torchtpu.runtime.padding.layout import Refused
-from torchtpu.runtime.region import Part
+from torchtpu.runtime.ir.program import Part
 
 ROOM = 8
 SURPLUS = {"f": (np.nan, np.inf, -1e30, 1e30, 0.5), "i": (3, -1, 2**30, -(2**31)), "b": (True, False), "u": (3, 2**31)}

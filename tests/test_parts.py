@@ -11,10 +11,10 @@ from record_support import Record
 from test_engine import Work, compile_, make_engine
 
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.parts import Part, split
-from torchtpu.runtime.recompute import live_bytes, recompute
-from torchtpu.runtime.region import Lifted, Program
-from torchtpu.runtime.sequence import Sequence
+from torchtpu.runtime.execute.sequence import Sequence
+from torchtpu.runtime.ir.program import Lifted, Program
+from torchtpu.runtime.partition.recompute import live_bytes, recompute
+from torchtpu.runtime.partition.split import Part, split
 
 
 @pytest.fixture(scope="module")

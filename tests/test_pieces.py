@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from record_support import Record
 
-from torchtpu.runtime.parts import operands, split
-from torchtpu.runtime.pieces import ordered, split_by_group
-from torchtpu.runtime.region import Op, Program
+from torchtpu.runtime.ir.program import Op, Program
+from torchtpu.runtime.ir.values import operands
+from torchtpu.runtime.partition.split import split
+from torchtpu.runtime.spmd.groups import ordered, split_by_group
 
 GROUPS = {"neg": (0, 1), "abs": (0, 2)}  # what stands for the collectives of two groups
 

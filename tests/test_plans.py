@@ -23,10 +23,12 @@ from script import run_script
 
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.ops.registry import Context, Lowering
-from torchtpu.runtime import clusters, fingerprint, plans
+from torchtpu.runtime.compile import plan_cache as plans
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.parts import operands
-from torchtpu.runtime.region import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.values import operands
+from torchtpu.runtime.lowering import fingerprint
+from torchtpu.runtime.partition import clusters
 
 
 def recorded() -> Program:
@@ -346,7 +348,8 @@ def test_what_was_patched_into_a_module_counts(load: Callable[[str], ModuleType]
 PRINT = """
 import json, sys
 from torchtpu import ops
-from torchtpu.runtime import clusters, fingerprint, plans
+from torchtpu.runtime.compile import plan_cache as plans
+from torchtpu.runtime.lowering import fingerprint
 ops.load()
 found = {name: fingerprint.of_function(entry.function, ops.Context) for name, entry in ops.LOWERINGS.items()}
 if sys.argv[1] == "later":  # what ran in between changes nothing

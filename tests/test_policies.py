@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from script import Ended, run_script
 
-from torchtpu.runtime.manifest import write_lines
+from torchtpu.runtime.ir.manifest import write_lines
 
 
 def passed(ended: Ended) -> list[str]:

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from record_support import Record
 
-from torchtpu.runtime.region import Program
-from torchtpu.runtime.stages import Stage, find_stages
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.partition.ranks import Stage, find_stages
 
 GATHER = "neg"  # stands for a collective
 

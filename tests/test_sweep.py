@@ -15,9 +15,9 @@ from test_engine import KNOBS, Plan, Work, make_engine
 
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime import engine as engines
-from torchtpu.runtime import ladder
-from torchtpu.runtime.pjrt import Client, Options, key_of
-from torchtpu.runtime.variants import SWEEPS, Sweep
+from torchtpu.runtime.compile.candidates import SWEEPS, Sweep
+from torchtpu.runtime.device.client import Client, Options, key_of
+from torchtpu.runtime.execute import autotuner as ladder
 
 VARIANTS: dict[str, Options] = {
     "narrow": (("xla_cpu_prefer_vector_width", 128),),

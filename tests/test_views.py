@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from torchtpu.runtime import views
-from torchtpu.runtime.box import find_box
-from torchtpu.runtime.hlo import tensor_type
-from torchtpu.runtime.pjrt import Client
-from torchtpu.runtime.region import Base
-from torchtpu.runtime.views import View
+from torchtpu.runtime.device.client import Client
+from torchtpu.runtime.ir.program import Base
+from torchtpu.runtime.ir.types import tensor_type
+from torchtpu.runtime.lowering import views
+from torchtpu.runtime.lowering.strided_access import find_box
+from torchtpu.runtime.lowering.views import View
 
 BATCH = 60
 LENGTHS = [2, pytest.param(30, marks=pytest.mark.full)]

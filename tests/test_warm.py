@@ -133,7 +133,7 @@ def test_comments_and_the_place_of_a_models_code_change_no_key(folder: Path) -> 
 DEEP = """
 import sys, torch
 from torchtpu import metrics
-from torchtpu.runtime import clusters
+from torchtpu.runtime.partition import clusters
 clusters._HOT, clusters._MS_A_LAUNCH = 5, float("inf")  # launches after which a region is compiled whole
 layers = [m for _ in range(12) for m in (torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.GELU())]
 model = torch.nn.Sequential(*layers).to("tpu")
@@ -401,8 +401,8 @@ import importlib.abc, os, sys
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 os.cpu_count = lambda: 96
 from torchtpu.compiler_cache import target
-import torchtpu.runtime.pjrt
-torchtpu.runtime.pjrt.host_cpu_features = lambda: ("x86_64", "sse2")
+import torchtpu.runtime.device.client
+torchtpu.runtime.device.client.host_cpu_features = lambda: ("x86_64", "sse2")
 import runpy
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -14,11 +14,11 @@ autoload()
 
 if failure() is None:
     from torchtpu import config, kernels, metrics
-    from torchtpu.debugging import compare, debug_nans
-    from torchtpu.explaining import explain
-    from torchtpu.loading import ready
-    from torchtpu.profiler import xprof
-    from torchtpu.reading import async_read
+    from torchtpu.api.loading import ready
+    from torchtpu.api.reading import async_read
+    from torchtpu.diagnostics import explain
+    from torchtpu.diagnostics.debugging import compare, debug_nans
+    from torchtpu.diagnostics.profiler import xprof
 
 __version__ = "0.1.0"
 __all__ = [

@@ -46,22 +46,11 @@ def _register() -> None:
     _check_build()
 
     backend_registration.rename_privateuse1_backend("tpu")
-    from torchtpu import (
-        amp,
-        artifacts,
-        config,
-        device,
-        dynamo,
-        formatting,
-        interop,
-        memory,
-        nvtx,
-        profiler,
-        rng,
-        serialization,
-        startup,
-        streams,
-    )
+    from torchtpu import config, startup
+    from torchtpu.api import amp, device, formatting, interop, memory, nvtx, rng, serialization, streams
+    from torchtpu.compile import artifacts
+    from torchtpu.compile import backend as dynamo
+    from torchtpu.diagnostics import profiler
 
     register_module: Any = torch._register_device_module
     register_module("tpu", device)
@@ -73,7 +62,7 @@ def _register() -> None:
     startup.start()
     config.warn_unknown()
     if config.get("explain"):
-        from torchtpu.explaining.session import explain_process
+        from torchtpu.diagnostics.session import explain_process
 
         explain_process()
 

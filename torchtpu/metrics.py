@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtpu import distributed, fallback, startup
+from torchtpu import distributed, startup
+from torchtpu.api import fallback
 from torchtpu.ops import counts
 from torchtpu.runtime import _C
 

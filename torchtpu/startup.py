@@ -18,15 +18,17 @@ import torch
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchtpu import config, distributed, fallback, flex
+from torchtpu import config, distributed
+from torchtpu.api import fallback
+from torchtpu.compile import flex
 from torchtpu.distributed.chips import rank_environment
 from torchtpu.ops import composed
 from torchtpu.ops.registry import Row
 from torchtpu.runtime import _C
-from torchtpu.runtime.chips import CHIPS, Chip, devices_of_host, find_chip
-from torchtpu.runtime.counters import Counters
-from torchtpu.runtime.fleet import Fleet
-from torchtpu.runtime.observe import Observer
+from torchtpu.runtime.device.chips import CHIPS, Chip, devices_of_host, find_chip
+from torchtpu.runtime.device.process_group import Fleet
+from torchtpu.runtime.telemetry.counters import Counters
+from torchtpu.runtime.telemetry.observers import Observer
 
 _GOOGLE = "0x1ae0"
 _CHIPS = {chip.pci_id: chip for chip in CHIPS.values()}
@@ -66,7 +68,7 @@ class LazyEngine:
 
     def infer(self, name: str, args: Any) -> Any:
         from torchtpu.ops.registry import find
-        from torchtpu.runtime.calls import schema_of
+        from torchtpu.runtime.ir.calls import schema_of
 
         entry = find(self.served.get(name, name))
         assert entry.infer is not None, f"{name} has no shape inference"
@@ -305,10 +307,10 @@ def served_ops() -> dict[str, str]:
 
 def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
     from torchtpu import ops
-    from torchtpu.explaining.recompilations import Recompilations
+    from torchtpu.diagnostics.recompilations import Recompilations
+    from torchtpu.runtime.dry_run import Rehearsal
     from torchtpu.runtime.engine import Engine
-    from torchtpu.runtime.manifest import Journal
-    from torchtpu.runtime.rehearsal import Rehearsal
+    from torchtpu.runtime.ir.manifest import Journal
 
     collectives = distributed.Recorded()
     journal = Journal(config.get("journal")) if config.get("journal") else None

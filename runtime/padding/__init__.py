@@ -1,1 +1,1 @@
-"""Padding: in comes a program whose sizes keep changing, out goes one of longer arrays that serves many sizes."""
+"""Sizes that change: programs on arrays that are longer than what counts of them."""

@@ -6,16 +6,15 @@ alone, a read or another program, takes a copy through the host; so does an arra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..region import Program
+from torchtpu.runtime.device.client import Client
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.telemetry.counters import Counters
 
-if TYPE_CHECKING:
-    from ..counters import Counters
-    from ..pjrt import Client
-    from .layout import Padded
+from .layout import Padded
 
 Shape = tuple[int, ...]
 

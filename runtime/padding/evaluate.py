@@ -24,7 +24,8 @@ from jax._src import core
 from jax._src.export import shape_poly
 from jax.lax import GatherScatterMode
 
-from ..region import Part
+from torchtpu.runtime.ir.program import Part
+
 from .layout import Bound, Refused
 
 _MOST_COMPARED = 100_000  # values of variables for which two sizes are compared

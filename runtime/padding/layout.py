@@ -27,10 +27,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..box import find_box
-from ..calls import results_of, schema_of, written
-from ..parts import operands
-from ..region import Base, Lifted, Op, Operand, Padding, Part, Program, Result, Scalar, Symbolic, Write
+from torchtpu.runtime.ir.calls import results_of, schema_of, written
+from torchtpu.runtime.ir.program import (
+    Base, Lifted, Op, Operand, Padding, Part, Program, Result, Scalar, Symbolic, Write,
+)
+from torchtpu.runtime.ir.values import operands
+from torchtpu.runtime.lowering.strided_access import find_box
 
 _LEAST_ROOM = 32
 _WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart

@@ -96,7 +96,8 @@ def _extension() -> Finding:
 
 
 def _devices() -> Iterator[Finding]:
-    from torchtpu import device, startup
+    from torchtpu import startup
+    from torchtpu.api import device
 
     where, chips = startup.platform(), startup.chips()
     count = device.device_count()

@@ -20,7 +20,7 @@ def run(
 
     Every 'cuda' in it means tpu; what was mapped is listed at the end, on stderr.
     """
-    from torchtpu import cuda_names
+    from torchtpu.compat import cuda_names
 
     mapped = cuda_names.install()
     sys.argv = [script, *(arguments or ())]

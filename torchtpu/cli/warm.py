@@ -104,7 +104,7 @@ def _store() -> DirectoryStore:
 
 
 def _check_target(target: str) -> None:
-    from torchtpu.runtime.chips import find_chip
+    from torchtpu.runtime.device.chips import find_chip
 
     try:
         find_chip(target)
@@ -118,7 +118,7 @@ def _environment(target: str) -> dict[str, str]:
     """The compiling processes' environment."""
     if not target:
         return dict(os.environ)
-    from torchtpu.runtime.aot import environment
+    from torchtpu.runtime.compile.aot import environment
 
     return environment()
 
@@ -136,7 +136,7 @@ def _ranks(world_size: int, ranks: str) -> list[int]:
 
 def _rank(world_size: int, rank: int, target: str) -> dict[str, str]:
     """What torchrun tells a rank of a job, on hosts of as many devices as those of the target."""
-    from torchtpu.runtime.chips import devices_of_host, find_chip
+    from torchtpu.runtime.device.chips import devices_of_host, find_chip
 
     local = min(world_size, devices_of_host(*find_chip(target)) if target else _HOST_RANKS)
     names = {

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torchtpu.cli.output import err, out, show_bytes, show_count, show_seconds, table
 from torchtpu.cli.pool import Done, Pool
 from torchtpu.compiler_cache import DirectoryStore
-from torchtpu.runtime.manifest import decode_recorded, read_lines, write_lines
+from torchtpu.runtime.ir.manifest import decode_recorded, read_lines, write_lines
 
 _ROWS = 40
 _GAPS = 4

@@ -16,13 +16,13 @@ import torch
 from torchtpu import config, distributed, ops, startup
 from torchtpu.cli.pool import READY, Done
 from torchtpu.compiler_cache import DirectoryStore, Store
-from torchtpu.runtime.calls import Lowerings
-from torchtpu.runtime.counters import Counters
-from torchtpu.runtime.fragments import Fragments
-from torchtpu.runtime.manifest import Recorded, decode_recorded
-from torchtpu.runtime.pjrt import Client, Compiles
-from torchtpu.runtime.plans import Plan, Plans
-from torchtpu.runtime.region import Program
+from torchtpu.runtime.compile.plan_cache import Plan, Plans
+from torchtpu.runtime.device.client import Client, Compiles
+from torchtpu.runtime.ir.calls import Lowerings
+from torchtpu.runtime.ir.manifest import Recorded, decode_recorded
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.lowering.fragments import Fragments
+from torchtpu.runtime.telemetry.counters import Counters
 
 
 class Builder(Protocol):
@@ -49,7 +49,7 @@ class TpuBuilder:
     """Compiles for a TPU that is not here."""
 
     def __init__(self, target: str) -> None:
-        from torchtpu.runtime.aot import AotClient
+        from torchtpu.runtime.compile.aot import AotClient
 
         self.client = AotClient(target, excess_precision=config.get("excess_precision"))
 

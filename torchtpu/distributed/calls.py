@@ -23,7 +23,7 @@ import torch.library
 
 from torchtpu.ops.registry import LOWERINGS, Lowering
 from torchtpu.runtime import _C
-from torchtpu.runtime.joint import Ballot, Verdict
+from torchtpu.runtime.spmd.regions import Ballot, Verdict
 
 from . import lowering
 from .flight import recorder
@@ -176,7 +176,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Recorded:
-    """What the engine asks of the op (`torchtpu.runtime.joint.Collectives`)."""
+    """What the engine asks of the op (`torchtpu.runtime.spmd.regions.Collectives`)."""
 
     op = OP
 

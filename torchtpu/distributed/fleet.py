@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from torchtpu.runtime.fleet import Fleet, Homes
+from torchtpu.runtime.device.process_group import Fleet, Homes
 
 Start = Callable[[Fleet], Any]  # starts the engine; its device's name among all ranks', None where it runs alone
 

@@ -20,14 +20,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from torchtpu.runtime import _C
-from torchtpu.runtime.joint import Ballot, Verdict
+from torchtpu.runtime.spmd.regions import Ballot, Verdict
 
 from .calls import Call, record, whole
 from .flight import recorder
 from .gloo import Gloo, connect
 from .lowering import is_compiled
 from .peers import Peers
-from .tensors import (
+from .tensors import (  # fmt: skip
     Tensors,
     check_sizes,
     dtype_name,
@@ -41,7 +41,7 @@ from .tensors import (
     shift,
     told,
     write,
-)  # fmt: skip
+)
 
 
 class Done:

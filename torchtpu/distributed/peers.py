@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 import torchtpu
-from torchtpu.runtime.joint import Ballot, Verdict
+from torchtpu.runtime.spmd.regions import Ballot, Verdict
 
 from .flight import recorder
 

@@ -15,5 +15,5 @@ __all__ = ["COMPOSED", "LOWERINGS", "PLATFORM_LOWERINGS", "Context", "load"]
 
 def load() -> None:
     """Registers all lowerings."""
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        importlib.import_module(module.name)

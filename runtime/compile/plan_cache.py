@@ -1,0 +1,240 @@
+"""Plans: in comes a recorded program, out go its key and what its launches must know, from the store or by lowering it.
+
+With a plan from the store nothing is traced and no text is written, unless the program itself has to be compiled; nor
+is a program searched for clusters whose places are in the store. The keys hold the op stream, the platform, and
+fingerprints of the lowerings that the ops use and of what writes the text or searches; a plan holds the digest of the
+text, which the program's own key is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchtpu.compiler_cache import Key, Note, Store, program_digest
+from torchtpu.runtime.device.client import Compiles, Options, calls_lapack, key_of
+from torchtpu.runtime.device.process_group import Homes
+from torchtpu.runtime.ir.calls import Parameter, results_of
+from torchtpu.runtime.ir.list_ops import take_apart
+from torchtpu.runtime.ir.manifest import FORMAT, decode, encode
+from torchtpu.runtime.ir.program import Base, Lifted, Program
+from torchtpu.runtime.lowering import fingerprint
+from torchtpu.runtime.lowering.emit import Aval, Check, Module, lower
+from torchtpu.runtime.lowering.fragments import EVALUATION, Fragments
+from torchtpu.runtime.lowering.views import Digit
+from torchtpu.runtime.padding.layout import skeleton
+from torchtpu.runtime.partition.clusters import Clusters, Places, cut_out, may_have_clusters, search
+from torchtpu.runtime.telemetry.counters import Counters
+
+_EMISSION = (lower.__module__, key_of.__module__)
+_SEARCH = (search.__module__,)
+_MOST_OUTGROWN = 16  # of one skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A program's key and digest, its text when it is wanted, what `lower.Module` says of a launch, who takes part in
+    it, and with which more options than usual it is compiled."""
+
+    key: Key
+    text: Callable[[], str]
+    calls_lapack: bool
+    inputs: tuple[Aval, ...]
+    outputs: tuple[Aval, ...]
+    checks: tuple[Check, ...]
+    sources: tuple[int, ...]
+    offsets: Mapping[int, frozenset[Digit]]
+    homes: Homes
+    digest: str = ""
+    options: Options = ()
+
+
+class Plans:
+    """Finds or makes plans; `client` is what the programs are compiled for."""
+
+    def __init__(self, fragments: Fragments, client: Compiles, store: Store, counters: Counters) -> None:
+        self._fragments = fragments
+        self._client = client
+        self._store = store
+        self._counters = counters
+
+    def find(self, program: Program, *, is_flat: bool, homes: Homes = ()) -> Plan:
+        """The program's plan (`is_flat` as `lower` has it), for all who launch it; raises what `lower` raises."""
+        started = time.perf_counter()
+        key = self._key("plan", program, _EMISSION, is_flat=is_flat)
+        stored = None if key is None else self._store.get(key)
+        if stored is not None:
+            self._counters.plan_hits_disk += 1
+            return self._decode(stored, program, homes, is_flat=is_flat)
+        module = lower(program, self._fragments, is_flat=is_flat)
+        digest, has_lapack = program_digest(module.text), calls_lapack(module.text)
+        if key is not None and self._is_usual():
+            build_ms = round((time.perf_counter() - started) * 1e3, 3)
+            note: Note = {"line": program.line, "ops": len(program.ops), "build_ms": build_ms}
+            self._store.put(key, _encode(module, digest, has_lapack=has_lapack), note)
+        return Plan(
+            key_of(digest, self._client, homes),
+            lambda: module.text,
+            has_lapack,
+            module.inputs,
+            module.outputs,
+            module.checks,
+            module.sources,
+            module.offsets,
+            homes,
+            digest,
+        )
+
+    def under(self, plan: Plan, options: Options) -> Plan:
+        """The plan of the same program compiled with these options more."""
+        return replace(plan, key=key_of(plan.digest, self._client, plan.homes, options), options=options)
+
+    def clusters(self, program: Program) -> Clusters | None:
+        """The clusters of a program; None where it is better compiled whole."""
+        ops = take_apart(program.ops, self._fragments.maps)
+        if not may_have_clusters(ops, self._fragments.platform):
+            return None
+        key = self._key("cluster", program, _SEARCH)
+        stored = None if key is None else self._store.get(key)
+        if stored is None:
+            places = search(program, ops, self._fragments)
+            if key is not None and self._is_usual():
+                self._store.put(key, _encode_places(places), {"line": program.line, "ops": len(program.ops)})
+        else:
+            places = _decode_places(stored)
+        return cut_out(program, ops, places) if places else None
+
+    def note_outgrown(self, before: Program) -> None:
+        """Keeps a program whose sizes grew."""
+        key, known = self._key_of_skeleton(before), self.outgrown(before)
+        if key is not None and before not in known and len(known) < _MOST_OUTGROWN:
+            data = json.dumps([encode(p) for p in (*known, before)], separators=(",", ":"))
+            self._store.put(key, data.encode("ascii"), {"line": before.line, "ops": len(before.ops)})
+
+    def outgrown(self, program: Program) -> list[Program]:
+        """Programs of the same ops whose sizes have grown, in this process or another."""
+        key = self._key_of_skeleton(program)
+        stored = None if key is None else self._store.get(key)
+        return [] if stored is None else [decode(fields) for fields in json.loads(stored)]
+
+    def _key_of_skeleton(self, program: Program) -> Key | None:
+        if not self._store.keeps:
+            return None
+        return Key.of("growth", {"skeleton": skeleton(program), "format": FORMAT})
+
+    def _is_usual(self) -> bool:
+        """Whether programs check no more than their ops do: what is only to find a NaN is not kept."""
+        return self._fragments.watch() == "off"
+
+    def _key(self, kind: str, program: Program, modules: tuple[str, ...], *, is_flat: bool = False) -> Key | None:
+        """The key of what `modules` make of the program; None where nothing, or a lowering, is not kept on disk."""
+        if not self._store.keeps or not self._is_usual():
+            return None
+        lowerings = self._fragments.sources(program.ops)
+        if lowerings is None:
+            return None
+        described = self._fragments.describe(program.ops, "off")
+        parts: dict[str, str | bytes] = {
+            "stream": _stream(program, described, is_flat=is_flat),
+            "platform": self._fragments.platform,
+            "lowerings": lowerings,
+            "emission": fingerprint.of_modules(*modules),
+            "padding": fingerprint.of_modules(EVALUATION) if any(op.padding for op in program.ops) else "",
+        }
+        return Key.of(kind, parts)
+
+    def _decode(self, data: bytes, program: Program, homes: Homes, *, is_flat: bool) -> Plan:
+        fields = json.loads(data)
+        kinds = [int(kind, 16) for kind in fields["kinds"]]
+        return Plan(
+            key_of(fields["program"], self._client, homes),
+            functools.cache(lambda: lower(program, self._fragments, is_flat=is_flat).text),
+            fields["calls_lapack"],
+            tuple((base.shape, base.dtype) for base in program.inputs),
+            _outputs(program),
+            tuple(_check(program, *check) for check in fields["checks"]),
+            tuple(kinds[kind] for kind in fields["sources"]),
+            {index: frozenset(Digit(*digit) for digit in digits) for index, digits in fields["offsets"]},
+            homes,
+            fields["program"],
+        )
+
+
+def _stream(program: Program, described: list[tuple[str, list[Parameter]]], *, is_flat: bool) -> bytes:
+    """All of a program that decides its text: what decides each op's fragment, and which values go where, as what."""
+    lines = [repr((program.outputs, program.donated, program.floats, program.ints, is_flat))]
+    lines += map(_layout, program.inputs)
+    for op, (key, arrays) in zip(program.ops, described, strict=True):
+        words = [key]
+        for array in arrays:
+            if isinstance(array, Lifted):
+                words.append(f"{array.kind}{array.index}")
+            else:
+                words.append(f"{array.value} {_place(array)}")
+        for made in op.results:
+            words += [f"{m.value} {_place(m)}" for m in (made if isinstance(made, tuple) else (made,)) if m is not None]
+        words += [f"{w.value} {_place(w)} in {w.arg} {w.element} {w.replaces}" for w in op.writes]
+        lines.append("|".join(words))
+    return "\n".join(lines).encode("utf-8", "surrogatepass")
+
+
+def _place(array: Any) -> str:
+    """Where a tensor lies in which memory; its shape and element type are in the op's key."""
+    return f"{array.strides} {getattr(array, 'offset', 0)} {_layout(array.base)}"
+
+
+def _layout(base: Base) -> str:
+    return f"{tuple(base.shape)} {base.dtype}"
+
+
+def _outputs(program: Program) -> tuple[Aval, ...]:
+    """The array of each of the program's outputs."""
+    bases = {~i: base for i, base in enumerate(program.inputs)}
+    for op in program.ops:
+        for made in results_of(op):
+            bases[made.value] = made.base
+    return tuple((bases[value].shape, bases[value].dtype) for value in program.outputs)
+
+
+def _encode(module: Module, digest: str, *, has_lapack: bool) -> bytes:
+    """What a program does not say itself; sets of inputs and checks as hexadecimal numbers, each once."""
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(module.sources))}
+    fields = {
+        "program": digest,
+        "calls_lapack": has_lapack,
+        "checks": [
+            (c.message, c.error.__module__, c.error.__qualname__, c.place, f"{c.sources:x}") for c in module.checks
+        ],
+        "kinds": [f"{kind:x}" for kind in kinds],
+        "sources": [kinds[sources] for sources in module.sources],
+        "offsets": [(index, sorted(digits)) for index, digits in sorted(module.offsets.items())],
+    }
+    return json.dumps(fields, separators=(",", ":")).encode("ascii")
+
+
+def _encode_places(places: Places | None) -> bytes:
+    fields = places and {
+        "kept": places.kept,
+        "unread": sorted(places.unread.items()),
+        "runs": [(run.start, run.stop, run.step) for run in places.runs],
+        "hot": places.hot,
+    }
+    return json.dumps(fields, separators=(",", ":")).encode("ascii")
+
+
+def _decode_places(data: bytes) -> Places | None:
+    fields = json.loads(data)
+    if fields is None:
+        return None
+    return Places(fields["kept"], dict(fields["unread"]), [range(*run) for run in fields["runs"]], fields["hot"])
+
+
+def _check(program: Program, message: str, module: str, name: str, place: int, sources: str) -> Check:
+    op = program.ops[place]
+    error = getattr(importlib.import_module(module), name)
+    return Check(message, error, op.name, op.line, place, int(sources, 16))

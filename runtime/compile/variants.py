@@ -1,0 +1,243 @@
+"""Forms: in comes a region's program, out goes what it is launched as, in one of several forms.
+
+Unusual are a region of clusters as one program, "whole", and what is compiled with the options of a variant. Which form
+was the fastest is kept in the store: the next process starts with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from torchtpu.compiler_cache import Key, Store
+from torchtpu.runtime.device.loaded import About, Loaded
+from torchtpu.runtime.execute.autotuner import Ladder, Words
+from torchtpu.runtime.execute.executor import Executable
+from torchtpu.runtime.execute.sequence import Sequence as Parts
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.partition.clusters import Clusters
+from torchtpu.runtime.telemetry import log
+from torchtpu.runtime.telemetry.counters import Counters
+
+from .builder import Build, Builder
+from .candidates import Sweep
+from .compiler import Compiler, NotCompiledError
+from .plan_cache import Plan, Plans
+
+_WHOLE = "whole"
+
+
+class UnbuiltError(RuntimeError):
+    """A form is not compiled, because of a program that `about` describes; the cause is why."""
+
+    def __init__(self, about: About, cause: BaseException) -> None:
+        super().__init__(f"the region recorded at {about.line} ({about.ops} ops) is not compiled: {cause}")
+        self.about = about
+        self.__cause__ = cause
+
+
+class Workshop:
+    """What the forms of all regions are made with. `sweep` is what to try on this platform, None for nothing; variants
+    that could not be compiled once are `refused` from then on."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        plans: Plans,
+        compiler: Compiler,
+        store: Store,
+        counters: Counters,
+        knob: Callable[[str], Any],
+        sweep: Sweep | None,
+    ) -> None:
+        self.builder = builder
+        self.plans = plans
+        self.compiler = compiler
+        self.store = store
+        self.counters = counters
+        self.knob = knob
+        self.sweep = sweep
+        self.refused: set[str] = set()
+
+    def is_deterministic(self) -> bool:
+        """Whether the program that runs may not depend on what happened before."""
+        return bool(self.knob("deterministic")) or torch.are_deterministic_algorithms_enabled()
+
+
+class RegionForms:
+    """The forms of one region on one device."""
+
+    def __init__(self, shop: Workshop, program: Program, clusters: Clusters | None, device: int) -> None:
+        self._shop = shop
+        self._program = program
+        self._clusters = clusters
+        self._device = device
+        self._variants = shop.sweep.variants if shop.sweep and shop.knob("sweep") else {}
+        self._rungs = [*([_WHOLE] if clusters else []), *self._variants]
+        self._compile_ms: dict[Words, float] = {}
+        self._digests: dict[Words, list[str]] = {}  # of the programs of each form
+        self._tried = 0  # variants
+        self._key: Key | None = None  # of what is known of the forms
+
+    def start(self) -> Future[Any]:
+        """What a plan is given: the form that was the fastest, else the usual one, which others may replace. Raises
+        what lowering raises."""
+        usual = self._found(())
+        known = self._recalled([plan for _, plan in usual])
+        words, rungs = known or (), self._rungs if known is None else []
+        ready: Future[Any] = Future()
+
+        def give(words: Words, flight: Future[Any]) -> None:
+            error = flight.exception()
+            if error is None:
+                form = flight.result()
+                ready.set_result(Ladder(self, words, form, rungs) if words or rungs else form)
+            else:
+                ready.set_exception(error)
+
+        def give_first(flight: Future[Any]) -> None:
+            if words and flight.exception() is not None:  # it is not in the cache any more, and may not be compiled
+                self._submitted((), usual).add_done_callback(functools.partial(give, ()))
+            else:
+                give(words, flight)
+
+        found = self._found(words) if _WHOLE in words else usual
+        self._submitted(words, found).add_done_callback(give_first)
+        return ready
+
+    # what a ladder asks
+
+    def make(self, words: Words, *, is_needed_now: bool) -> Future[Any]:
+        shop = self._shop
+        if words[-1:] == (_WHOLE,):
+            shop.counters.regions_climbing += 1
+        elif words and not is_needed_now:
+            self._tried += 1
+        made: Future[Any] = Future()
+        if not shop.refused.isdisjoint(words):
+            made.cancel()
+            return made
+        try:
+            made = self._submitted(words, self._found(words), is_needed_now=is_needed_now)
+        except Exception as error:  # noqa: BLE001 -- the form in use serves as well
+            made.set_exception(error)
+        made.add_done_callback(lambda made: self._refuse(words, made.exception()))
+        return made
+
+    def is_due(self, words: Words, launches: int, seconds: float) -> bool:
+        sweep = self._shop.sweep
+        if words[-1] == _WHOLE:
+            return self._clusters is not None and launches > self._clusters.hot
+        if sweep is None or not self._shop.knob("sweep"):
+            return False
+        return sweep.is_due(launches * seconds * 1e3, self._compile_ms[words[:-1]], self._tried)
+
+    def has_to_be_usual(self) -> bool:
+        return self._shop.is_deterministic()
+
+    def is_fixed(self) -> bool:
+        return self._shop.knob("policy") != "background" or self._shop.is_deterministic()
+
+    def is_quiet(self) -> bool:
+        return not self._shop.compiler.outstanding()
+
+    def compared(self, own: tuple[Words, float], rival: tuple[Words, float], *, is_kept: bool) -> None:
+        counters, is_whole = self._shop.counters, rival[0][-1] == _WHOLE
+        loser = (own if is_kept else rival)[0]
+        if loser:  # the usual form may have to be launched again, and others share its programs
+            self._shop.compiler.forget(self._digests.pop(loser))
+        counters.regions_fused += is_whole and is_kept
+        counters.programs_swept += not is_whole
+        counters.variants_kept += is_kept and not is_whole
+        if "cluster" in self._shop.knob("log"):
+            times = ", ".join(f"{self._name(words)} {seconds * 1e3:.2f} ms" for words, seconds in (rival, own))
+            kept = self._name((rival if is_kept else own)[0])
+            log.write(f"tpu:{self._device} region at {self._program.line} stays {kept}: {times}")
+
+    def settled(self, words: Words) -> None:
+        if self._key is not None:
+            self._shop.store.put(self._key, json.dumps(words).encode("ascii"), {"line": self._program.line})
+
+    def _name(self, words: Words) -> str:
+        is_whole = self._clusters is None or _WHOLE in words
+        variants = [word for word in words if word != _WHOLE]
+        parts = "whole" if self._clusters is None or is_whole else f"in {len(self._clusters.parts)} parts"
+        return " with ".join([parts, *variants])
+
+    def _refuse(self, words: Words, error: BaseException | None) -> None:
+        if isinstance(error, UnbuiltError) and not isinstance(error.__cause__, NotCompiledError):
+            self._shop.refused.update(word for word in words[-1:] if word in self._variants)
+
+    def _recalled(self, usual: list[Plan]) -> Words | None:
+        """The form that was the fastest; None where that is not known, or nobody may ask."""
+        shop, rungs = self._shop, self._rungs
+        if not rungs or not shop.store.keeps or shop.is_deterministic():
+            return None
+        digests = " ".join(plan.key.digest for plan in usual)
+        self._key = Key.of("form", {"programs": digests, "variants": repr(self._variants)})
+        data = shop.store.get(self._key)
+        words: Words | None = None if data is None else tuple(json.loads(data))
+        return words if words is None or set(rungs).issuperset(words) else None
+
+    # what is compiled
+
+    def _found(self, words: Words) -> list[tuple[Program, Plan]]:
+        """The different programs of a form, with their plans under the usual options."""
+        programs = [self._program]
+        if self._clusters and _WHOLE not in words:
+            programs = list({id(part.program): part.program for part in self._clusters.parts}.values())
+        return [(program, self._shop.builder.find(program)) for program in programs]
+
+    def _submitted(self, words: Words, found: list[tuple[Program, Plan]], *, is_needed_now: bool = True) -> Future[Any]:
+        """The form, compiled from these; it fails with an `UnbuiltError`."""
+        builder, plans, device, made = self._shop.builder, self._shop.plans, self._device, Future[Any]()
+        options = tuple(option for word in words for option in self._variants.get(word, ()))
+        if options:
+            found = [(program, plans.under(plan, options)) for program, plan in found]
+        builds = [builder.submit(program, plan, device, is_needed_now=is_needed_now) for program, plan in found]
+
+        def tell() -> None:
+            flown = list(builds)
+            builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
+            executables: dict[int, Executable] = {}
+            for build in flown:
+                try:
+                    executables[id(build.program)] = builder.executable(build, device)
+                except BaseException as error:  # noqa: BLE001 -- whoever reads the values raises it; Ctrl-C too
+                    made.set_exception(UnbuiltError(build.about, error))
+                    return
+            self._digests[words] = [build.plan.key.digest for build in flown]
+            self._compile_ms[words] = sum(self._compiles_for(e.loaded) for e in executables.values())
+            made.set_result(self._form(executables))
+
+        _when_all(builds, tell)
+        return made
+
+    def _form(self, executables: dict[int, Executable]) -> Executable | Parts:
+        if id(self._program) in executables or self._clusters is None:
+            return executables[id(self._program)]
+        parts = self._clusters.parts
+        return Parts(self._program, parts, [executables[id(part.program)] for part in parts].__getitem__)
+
+    def _compiles_for(self, loaded: Loaded) -> float:
+        """The milliseconds in which a program compiles, about."""
+        loading = self._shop.sweep.loading if self._shop.sweep else 1.0
+        return loaded.milliseconds * (loading if loaded.source == "disk" else 1.0)
+
+
+def _when_all(builds: Collection[Build], then: Callable[[], None]) -> None:
+    """Calls `then` once, when everything is compiled or has failed."""
+    left = threading.Semaphore(len(builds) - 1)
+
+    def landed(_: Future[Loaded]) -> None:
+        if not left.acquire(blocking=False):
+            then()
+
+    for build in list(builds):
+        build.flight.add_done_callback(landed)

@@ -1,0 +1,219 @@
+#include "bind/bridge.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "launch/queue.h"
+
+namespace torchtpu {
+
+namespace py = pybind11;
+
+namespace {
+
+PyObject* engine_object = nullptr;
+
+py::handle engine() {
+  TORCH_CHECK(engine_object, "torchtpu: the engine is not set up");
+  return engine_object;
+}
+
+// torch._C's set_eval_frame, once dynamo is loaded.
+PyObject* set_eval_frame = nullptr;
+
+// Dynamo would take the engine's Python frames for the user's.
+class NoTracing {
+ public:
+  NoTracing() {
+    if (set_eval_frame) before_ = py::handle(set_eval_frame)(py::none());
+  }
+  ~NoTracing() {
+    if (!before_) return;
+    py::error_scope pending;
+    py::handle(set_eval_frame)(before_);
+  }
+
+ private:
+  py::object before_;
+};
+
+// Runs `call` and turns a Python exception into one that torch's bindings restore.
+template <class F>
+auto guarded(F&& call) {
+  try {
+    NoTracing scope;
+    return call();
+  } catch (py::error_already_set& e) {
+    e.restore();
+    throw_python_error();
+  }
+}
+
+bool is_library_file(const char* path) {
+  static const std::vector<std::string>* roots = [] {
+    auto* found = new std::vector<std::string>();
+    for (const char* name : {"torch", "torchtpu", "torchtpu.runtime"}) {
+      auto file = py::module_::import(name).attr("__file__").cast<std::string>();
+      found->push_back(file.substr(0, file.rfind('/') + 1));
+    }
+    return found;
+  }();
+  if (path[0] == '<') return true;
+  for (const auto& root : *roots) {
+    if (strncmp(path, root.c_str(), root.size()) == 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+std::atomic<bool> reads_are_observed{false};
+
+void set_engine(PyObject* engine) {
+  Py_INCREF(engine);
+  Py_XDECREF(std::exchange(engine_object, engine));
+}
+
+void set_eval_frame_setter(PyObject* setter) {
+  Py_INCREF(setter);
+  Py_XDECREF(std::exchange(set_eval_frame, setter));
+}
+
+void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// Each reader gets its own copy: a traceback keeps the reader's frame, and with it the failed value, alive.
+void raise_stored(PyObject* error) {
+  py::gil_scoped_acquire gil;
+  auto stored = py::reinterpret_borrow<py::object>(error);
+  py::object copy;
+  try {
+    copy = py::module_::import("copy").attr("copy")(stored);
+    copy.attr("__cause__") = stored.attr("__cause__");
+  } catch (py::error_already_set&) {  // an exception that cannot be copied
+    copy = stored;
+  }
+  PyException_SetTraceback(copy.ptr(), Py_None);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(copy.ptr())), copy.ptr());
+  throw_python_error();
+}
+
+thread_local const std::string* replayed_line = nullptr;
+
+CodePlace::CodePlace(PyObject* frame) {
+  auto* of = reinterpret_cast<PyFrameObject*>(frame);
+  code_ = reinterpret_cast<PyObject*>(PyFrame_GetCode(of));
+  instruction_ = PyFrame_GetLasti(of);
+  Py_DECREF(frame);
+}
+
+CodePlace::~CodePlace() { defer_decref(code_); }
+
+std::string CodePlace::line() const {
+  py::gil_scoped_acquire gil;
+  auto* code = reinterpret_cast<PyCodeObject*>(code_);
+  return PyUnicode_AsUTF8(code->co_filename) + (":" + std::to_string(PyCode_Addr2Line(code, instruction_)));
+}
+
+std::shared_ptr<CodePlace> current_place() {
+  if (!Py_IsInitialized() || (replayed_line && !replayed_line->empty())) return nullptr;
+  py::gil_scoped_acquire gil;
+  auto* frame = reinterpret_cast<PyFrameObject*>(Py_XNewRef(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
+  while (frame) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    const char* file = PyUnicode_AsUTF8(code->co_filename);
+    bool is_users = file && !is_library_file(file);
+    Py_DECREF(code);
+    if (is_users) return std::make_shared<CodePlace>(reinterpret_cast<PyObject*>(frame));
+    PyFrameObject* caller = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = caller;
+  }
+  return nullptr;
+}
+
+std::string current_line() {
+  if (replayed_line && !replayed_line->empty()) return *replayed_line;
+  auto place = current_place();
+  return place ? place->line() : "";
+}
+
+void infer_in_python(const OpInfo& info, Stack* stack) {
+  py::gil_scoped_acquire gil;
+  guarded([&] {
+    py::list args;
+    for (size_t i = 0; i < stack->size(); i++) {
+      const IValue& v = (*stack)[i];
+      bool is_dtype = info.args[i].role == ArgRole::kDtype && v.isInt();
+      args.append(is_dtype ? py::cast(static_cast<at::ScalarType>(v.toInt())) : torch::jit::toPyObject(v));
+    }
+    py::object results = engine().attr("infer")(info.name, args);
+    const auto& returns = info.handle.schema().returns();
+    if (returns.size() == 1) results = py::make_tuple(results);
+    stack->clear();
+    for (size_t i = 0; i < returns.size(); i++) {
+      py::object result = results[py::int_(i)];
+      bool undefined = result.is_none() && returns[i].type()->kind() == c10::TypeKind::TensorType;
+      stack->push_back(undefined ? IValue(at::Tensor()) : torch::jit::toIValue(result, returns[i].type()));
+    }
+  });
+}
+
+void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype, int64_t nbytes) {
+  std::string line = current_line();
+  py::gil_scoped_acquire gil;
+  py::object shown = dtype ? py::cast(*dtype) : py::object(py::none());
+  guarded([&] { engine().attr("fallback")(op, shown, line, nbytes); });
+}
+
+at::Tensor download(PyObject* object) {
+  py::gil_scoped_acquire gil;
+  return guarded([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
+}
+
+PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
+  py::gil_scoped_acquire gil;
+  return guarded([&] { return engine().attr("upload")(host, static_cast<int>(device)).release().ptr(); });
+}
+
+void resolve_guard(PyObject* guard) {
+  py::gil_scoped_acquire gil;
+  guarded([&] { engine().attr("resolve")(py::handle(guard)); });
+}
+
+bool has_passed(PyObject* guard) {
+  py::gil_scoped_acquire gil;
+  return guarded([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
+}
+
+void report_read(const std::string& line, double started, double seconds, int64_t nbytes) {
+  py::gil_scoped_acquire gil;
+  guarded([&] { engine().attr("was_read")(line, started, seconds, nbytes); });
+}
+
+void report_waiting(const std::string& what, double seconds) {
+  guarded([&] { engine().attr("waiting")(what, seconds); });
+}
+
+void finish_device(c10::DeviceIndex device) {
+  py::gil_scoped_acquire gil;
+  guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
+}
+
+void launch(const WorkRef& work) {
+  guarded([&] { engine().attr("launch")(work); });
+}
+
+void plan(const std::shared_ptr<Plan>& plan) {
+  try {
+    engine().attr("plan")(plan);
+  } catch (py::error_already_set& e) {
+    plan_failed(*plan, e.value().ptr());
+  }
+}
+
+}  // namespace torchtpu

@@ -1,0 +1,97 @@
+// The launch queue: in come cut regions, out go calls of the engine in program order, and waiting readers.
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+
+#include <condition_variable>
+#include <deque>
+
+#include "record/recorder.h"
+
+namespace torchtpu {
+
+// One program: a path of the trie with its live set and donation mask.
+struct Plan {
+  enum State : uint8_t { kNew, kReady, kFailed };
+  std::shared_ptr<Trie> trie;  // keeps the path alive
+  const Node* node = nullptr;
+  std::vector<BaseRef> inputs;
+  std::vector<int32_t> outputs;  // values, ascending
+  std::vector<BaseRef> output_bases;
+  std::vector<Maker> output_makers;
+  std::vector<uint8_t> donated;  // by input
+  int64_t output_bytes = 0;
+  c10::DeviceIndex device = 0;
+  std::shared_ptr<Plan> before;      // until it is planned: one of the same ops, whose sizes it may have outgrown
+  std::string line;                  // where its first region ended
+  std::string nearest;               // under policy frozen: the known region that has most in common
+  std::shared_ptr<CodePlace> entry;  // where that began
+  std::atomic<State> state{kNew};
+  std::atomic<bool> is_quick{false};  // its last launch took so little time that a reading thread may do the next
+  PyObject* executable = nullptr;     // written before state becomes kReady
+  PyObject* error = nullptr;          // written before state becomes kFailed
+  ~Plan();
+};
+
+// One launch of a plan, or a marker (no plan) that stamps the time when everything before it has finished.
+struct Work {
+  uint64_t sequence = 0;
+  std::shared_ptr<Plan> plan;
+  std::vector<BufferRef> inputs;
+  std::vector<BufferRef> outputs;  // null where the plan computes more than is alive
+  at::Tensor floats, ints;
+  c10::DeviceIndex device = 0;
+  std::string reason, line;
+  std::shared_ptr<CodePlace> entry;
+  bool is_slice = false;  // computes again, for a read, what its region will compute
+  std::atomic<bool> is_done{false};
+  double cut_at = 0, finished_at = 0;  // seconds of the steady clock; finished_at is a marker's
+};
+
+// A plan for the program that ends at r.at, handed to the engine.
+std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, std::vector<int32_t> outputs,
+                                std::vector<uint8_t> donated, const std::string& line,
+                                std::shared_ptr<Plan> before = nullptr);
+template <class T>
+at::Tensor pack(const std::vector<T>& numbers) {
+  if (numbers.empty()) return {};
+  auto t = at::detail::empty_cpu({static_cast<int64_t>(numbers.size())}, c10::CppTypeToScalarType<T>::value);
+  memcpy(t.data_ptr(), numbers.data(), numbers.size() * sizeof(T));
+  return t;
+}
+void enqueue_plan(std::shared_ptr<Plan> plan);
+void enqueue(WorkRef work);  // no waking: see wake_launcher
+void wake_launcher();        // soon
+void hurry_launcher();       // at once
+double seconds_now();        // of the steady clock, which is Python's time.perf_counter()
+// Waits, GIL released and Ctrl-C working, until at most limits.max_in_flight regions are queued.
+void throttle();
+// Waits until the buffer is ready; launches in this thread where that saves a hand-off.  Raises its error.
+void wait_ready(const BufferRef& buffer);
+// The same for everything queued so far.
+void wait_all();
+void wait_done(const WorkRef& work);
+int64_t queue_length();
+
+// What the engine answers; the GIL is held.
+void plan_ready(Plan& plan, PyObject* executable);
+void plan_failed(Plan& plan, PyObject* error);
+// `guards`: per output, or empty; null where an output depends on no open check.
+void work_done(Work& work, const std::vector<PyObject*>& objects, const std::vector<PyObject*>& guards);
+void work_spoil(Work& work, size_t output, PyObject* error);  // one output fails, the others are still to come
+void work_failed(Work& work, PyObject* error);
+// Raises, once, the first failure that no read has raised.
+void raise_unseen_error();
+void mark_seen(PyObject* error);
+
+// How this run differs from the one whose source lines the plan's nodes keep: "entered from file:line"; "" where it
+// does not.
+std::string describe_run(const Plan& plan, const CodePlace* entry, const std::string& line);
+
+// Threads that copy a value to the host now.
+extern std::atomic<int> num_reading;
+
+void set_engine(PyObject* engine);
+void shutdown();
+
+}  // namespace torchtpu

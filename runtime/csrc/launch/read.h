@@ -1,0 +1,31 @@
+// Reading: in comes a tensor, out goes a host tensor with its values.
+#pragma once
+
+#include "record/recorder.h"
+
+namespace torchtpu {
+
+// A read that has begun: the value is on its way, whatever the tensor is changed to meanwhile.  Any thread may wait.
+class Reading {
+ public:
+  explicit Reading(const at::Tensor& t, bool may_slice = true);
+  Reading(const Reading&) = delete;
+  ~Reading();
+  // False where a slice could not be computed: a read that ends the region says why.  Waits for it.
+  bool is_sound() const;
+  // A host tensor with the sizes, strides and values that the tensor had; raises the error that kept them from being.
+  at::Tensor wait() const;
+
+ private:
+  at::Tensor host_value() const;
+
+  at::TensorOptions options_;
+  bool is_conj_, is_neg_;
+  std::vector<int64_t> sizes_, strides_;
+  int64_t offset_;
+  ReadValue value_;
+  double started_ = 0;  // of an observed read
+  std::string line_;
+};
+
+}  // namespace torchtpu

@@ -1,0 +1,22 @@
+// Shape inference for a call seen for the first time: in come its arguments, out go its results as meta tensors.
+#pragma once
+
+#include <optional>
+
+#include "record/recorder.h"
+
+namespace torchtpu {
+
+struct Inferred {
+  Stack args;  // after the call: an out= argument may have been resized
+  Stack results;
+};
+
+// Raises PyTorch's own error for a bad call.  Nothing where the result's shape depends on data, or has no inference:
+// the op then runs on the CPU.
+std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args);
+
+// Whether the CPU raises for these dtypes.
+bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args);
+
+}  // namespace torchtpu

@@ -1,0 +1,15 @@
+// New nodes: in come an op call and what PyTorch infers of it, out goes the trie with a node for it.
+#pragma once
+
+#include <string>
+
+#include "record/infer.h"
+#include "record/trie.h"
+
+namespace torchtpu {
+
+// Under state_lock.  False where an argument cannot be recorded.
+bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* fork, const Inferred& inferred,
+            std::string line);
+
+}  // namespace torchtpu

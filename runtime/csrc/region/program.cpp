@@ -1,0 +1,193 @@
+// A plan, or a pending region, as Python's runtime.ir.program.Program.
+
+#include "region/program.h"
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <bit>
+
+namespace torchtpu {
+
+namespace {
+
+struct RegionClasses {
+  py::object base, lifted, operand, scalar, random, result, write, op, program;
+  RegionClasses() {
+    auto m = py::module_::import("torchtpu.runtime.ir.program");
+    base = m.attr("Base");
+    lifted = m.attr("Lifted");
+    operand = m.attr("Operand");
+    scalar = m.attr("Scalar");
+    random = m.attr("Random");
+    result = m.attr("Result");
+    write = m.attr("Write");
+    op = m.attr("Op");
+    program = m.attr("Program");
+  }
+};
+
+const RegionClasses& classes() {
+  static auto* found = new RegionClasses();
+  return *found;
+}
+
+template <class T>
+py::tuple as_tuple(const T& values) {
+  py::tuple t(values.size());
+  for (size_t i = 0; i < values.size(); i++) t[i] = py::cast(values[i]);
+  return t;
+}
+
+template <class T>
+py::tuple as_tuple(const T* values, size_t n) {
+  py::tuple t(n);
+  for (size_t i = 0; i < n; i++) t[i] = py::cast(values[i]);
+  return t;
+}
+
+class Converter {
+ public:
+  py::object convert(const Node* node) {
+    const OpInfo& info = *node->info;
+    py::tuple args(node->args.size());
+    lifted_offsets_.clear();
+    for (size_t i = 0; i < node->args.size(); i++) {
+      args[i] = arg(node->args[i], i < info.args.size() ? info.args[i].role : ArgRole::kPlain, static_cast<int>(i));
+    }
+    py::tuple results(node->returns.size()), writes(node->writes.size());
+    for (size_t i = 0; i < node->returns.size(); i++) results[i] = result(node->returns[i]);
+    for (size_t i = 0; i < node->writes.size(); i++) writes[i] = write(node->writes[i]);
+    return classes().op(info.name, args, results, writes, node->line, precision(*node));
+  }
+
+  py::object base(const Base* b) {
+    auto& known = bases_[b];
+    if (!known) known = classes().base(as_tuple(b->shape), py::cast(b->dtype));
+    return known;
+  }
+
+  int floats = 0, ints = 0;
+
+ private:
+  py::object precision(const Node& node) {
+    if (!node.info->multiplies) return py::none();
+    switch (node.precision) {
+      case at::Float32MatmulPrecision::HIGHEST:
+        return py::str("highest");
+      case at::Float32MatmulPrecision::HIGH:
+        return py::str("high");
+      case at::Float32MatmulPrecision::MEDIUM:
+        return py::str("medium");
+    }
+    return py::none();
+  }
+
+  py::object lifted(const char* kind) { return classes().lifted(kind, kind[0] == 'f' ? floats++ : ints++); }
+
+  py::object number(const NumberKey& key) {
+    if (key.is_lifted) return lifted(key.kind == NumberKey::kDouble ? "f" : "i");
+    switch (key.kind) {
+      case NumberKey::kInt:
+        return py::int_(key.bits);
+      case NumberKey::kDouble:
+        return py::float_(std::bit_cast<double>(key.bits));
+      case NumberKey::kComplex:
+        return py::reinterpret_steal<py::object>(
+            PyComplex_FromDoubles(std::bit_cast<double>(key.bits), std::bit_cast<double>(key.imaginary_bits)));
+      case NumberKey::kBool:
+        return py::bool_(key.bits != 0);
+    }
+    return py::none();
+  }
+
+  py::object operand(const TensorKey& key, int arg, int element) {
+    if (key.is_none) return py::none();
+    size_t dims = key.geometry.size() / 2;
+    py::object offset = py::int_(key.offset);
+    if (key.is_offset_lifted) offset = lifted_offsets_[{arg, element}] = lifted("i");
+    py::object value = py::none();
+    if (key.value != kNoValue) value = py::int_(key.value);
+    return classes().operand(value, as_tuple(key.geometry.data(), dims), as_tuple(key.geometry.data() + dims, dims),
+                             offset, py::cast(key.dtype.toScalarType()), base(key.base.get()));
+  }
+
+  py::object arg(const ArgKey& key, ArgRole role, int index) {
+    switch (key.kind) {
+      case ArgKey::kNone:
+        return py::none();
+      case ArgKey::kTensor:
+        return operand(key.tensors[0], index, -1);
+      case ArgKey::kTensors: {
+        py::tuple list(key.tensors.size());
+        for (size_t e = 0; e < key.tensors.size(); e++) list[e] = operand(key.tensors[e], index, static_cast<int>(e));
+        return list;
+      }
+      case ArgKey::kNumber:
+        if (role == ArgRole::kDtype) return py::cast(static_cast<at::ScalarType>(key.number.bits));
+        return role == ArgRole::kPlacement ? py::none() : number(key.number);
+      case ArgKey::kNumbers: {
+        py::tuple list(key.numbers.size());
+        for (size_t e = 0; e < key.numbers.size(); e++) list[e] = number(key.numbers[e]);
+        return list;
+      }
+      case ArgKey::kInts:
+        return as_tuple(key.ints);
+      case ArgKey::kCpuScalar:
+        return classes().scalar(number(key.number), py::cast(key.dtype.toScalarType()), key.is_wrapped);
+      case ArgKey::kRandom: {
+        py::object seed = lifted("i");
+        return classes().random(seed, lifted("i"));
+      }
+      case ArgKey::kOther:
+        if (role == ArgRole::kPlacement) return py::none();
+        return plain(torch::jit::toPyObject(key.other));
+    }
+    return py::none();
+  }
+
+  py::object plain(py::object value) { return py::isinstance<py::list>(value) ? py::tuple(value) : std::move(value); }
+
+  py::object tensor(const TensorMeta& m) {
+    if (m.is_undefined) return py::none();
+    return classes().result(m.value, as_tuple(m.sizes), as_tuple(m.strides), py::cast(m.dtype.toScalarType()),
+                            base(m.base.get()));
+  }
+
+  py::object result(const ReturnMeta& ret) {
+    if (ret.kind == ReturnMeta::kTensor) return tensor(ret.tensors[0]);
+    if (ret.kind != ReturnMeta::kList) return py::none();
+    py::tuple list(ret.tensors.size());
+    for (size_t i = 0; i < ret.tensors.size(); i++) list[i] = tensor(ret.tensors[i]);
+    return list;
+  }
+
+  py::object write(const WriteMeta& w) {
+    py::object element = w.element < 0 ? py::object(py::none()) : py::int_(w.element);
+    auto found = lifted_offsets_.find({w.arg, w.element});
+    py::object offset = found == lifted_offsets_.end() ? py::object(py::int_(w.offset)) : found->second;
+    return classes().write(w.arg, element, w.value, as_tuple(w.meta.sizes), as_tuple(w.meta.strides), offset,
+                           py::cast(w.meta.dtype.toScalarType()), base(w.meta.base.get()), w.replaces);
+  }
+
+  std::map<std::pair<int, int>, py::object> lifted_offsets_;
+  std::unordered_map<const Base*, py::object> bases_;
+};
+
+}  // namespace
+
+py::object make_program(const Node* node, const std::vector<BaseRef>& inputs, const std::vector<int32_t>& outputs,
+                        const std::vector<uint8_t>& donated, const std::string& line) {
+  std::vector<const Node*> path;
+  for (; node->info; node = node->parent) path.push_back(node);
+  Converter converter;
+  py::tuple ops(path.size()), bases(inputs.size());
+  for (size_t i = 0; i < path.size(); i++) ops[i] = converter.convert(path[path.size() - 1 - i]);
+  for (size_t i = 0; i < inputs.size(); i++) bases[i] = converter.base(inputs[i].get());
+  std::vector<int> taken;
+  for (size_t i = 0; i < donated.size(); i++) {
+    if (donated[i]) taken.push_back(static_cast<int>(i));
+  }
+  return classes().program(ops, bases, as_tuple(outputs), as_tuple(taken), converter.floats, converter.ints, line);
+}
+
+}  // namespace torchtpu

@@ -1,0 +1,152 @@
+"""Rehearsing: in come the recorder's callbacks, out goes a journal of programs; nothing is compiled or run.
+
+Stands in for the engine where a program is to be collected without a device. Values are shapes without memory; a read
+is answered with zeros, or refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtpu.runtime.ir.calls import results_of
+from torchtpu.runtime.ir.manifest import Journal, Outcome
+from torchtpu.runtime.ir.program import Base, Program
+from torchtpu.runtime.padding.layout import Layouts, Refused
+from torchtpu.runtime.partition.split import ends_of_runs, split
+from torchtpu.runtime.spmd.groups import ordered, split_by_group
+from torchtpu.runtime.spmd.host_calls import number_of
+from torchtpu.runtime.spmd.regions import Collectives, ends_around
+from torchtpu.runtime.telemetry.counters import Counters
+
+_KEPT_BYTES = 1 << 20  # an upload this small is kept: reading it back is no guess
+
+
+class Rehearsed(NamedTuple):
+    """What a plan is given: the arrays that its program would make, and the tickets of its collectives."""
+
+    outputs: list[Base]
+    tickets: list[Any]
+
+
+class StandIn:
+    """A device array that is only described; `value` where it is known."""
+
+    __slots__ = ("base", "value")
+
+    def __init__(self, base: Base, value: torch.Tensor | None = None) -> None:
+        self.base = base
+        self.value = value
+
+
+class Rehearsal:
+    """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        counters: Counters,
+        line: Any,
+        collectives: Collectives,
+        *,
+        answers: bool,
+    ) -> None:
+        self._layouts = Layouts()
+        self._collectives = collectives
+        self.counters = counters
+        self._journal = journal
+        self._line = line
+        self._answers = answers
+
+    def close(self) -> None:
+        """Nothing runs here."""
+
+    def plan(self, plan: Any) -> None:
+        """Notes the plan's program; its executable is what it would return."""
+        program, name = plan.program, self._collectives.op
+        calls = [call for call in program.ops if call.name == name]
+        homes = {self._collectives.homes(call) for call in calls}
+        self.counters.regions_planned += 1
+        if len(homes) > 1 and () not in homes:
+            pieces = split_by_group(program, lambda op: self._collectives.homes(op) if op.name == name else None)
+            for part in split(*ordered(program, pieces)):
+                self._note(part.program)
+        elif calls and () in homes:  # these run on the hosts, between programs
+            for part in split(program, ends_around(program, name)):
+                if part.program.ops[0].name != name:
+                    self._note(part.program)
+        else:
+            for made in self._made_of(program, plan.before):
+                self._note(made)
+        plan.ready(Rehearsed(_outputs(program), [call.args[1] for call in calls]))
+
+    def _made_of(self, program: Program, before: Any) -> list[Program]:
+        """What an engine would make of a program: a padded one, or parts, where sizes keep changing."""
+        if before is None:
+            self._layouts.note(program)
+            return [program]
+        try:
+            return [self._layouts.pad(program, [before.program]).program]
+        except Refused:
+            self._layouts.note(program)
+            ends = ends_of_runs(program, before.program)
+            return [part.program for part in split(program, ends)] if ends else [program]
+
+    def _note(self, program: Program) -> None:
+        identity = self._journal.program(program)
+        self._journal.outcome(Outcome(identity, "recorded"))
+
+    def launch(self, work: Any) -> None:
+        """Describes the program's outputs."""
+        self.counters.launches += 1
+        rehearsed: Rehearsed = work.executable
+        if rehearsed.tickets:
+            self._collectives.launch([number_of(ticket, work) for ticket in rehearsed.tickets], lambda: None)
+        work.done([StandIn(base) for base in rehearsed.outputs], [])
+
+    def upload(self, tensor: torch.Tensor, device: int) -> Any:
+        """Describes the tensor; a small one is kept."""
+        self.counters.uploads += 1
+        base = Base(tuple(tensor.shape), tensor.dtype)
+        return StandIn(base, tensor if tensor.nbytes <= _KEPT_BYTES else None)
+
+    def download(self, array: StandIn) -> torch.Tensor:
+        """The value where it is known, else zeros; RuntimeError where reads are refused."""
+        self.counters.downloads += 1
+        if array.value is not None:
+            return array.value
+        line = self._line()
+        if not self._answers:
+            raise RuntimeError(
+                f"a result of the device is read at {line}, and nothing runs here (--reads=error). "
+                "Let programs run on this machine's CPU with --reads=run, or answer with zeros with --reads=standin."
+            )
+        self._journal.guessed(line)
+        return torch.zeros(array.base.shape, dtype=array.base.dtype)
+
+    def resolve(self, guard: Any) -> None:
+        """Nothing ran, so nothing failed."""
+
+    def finish(self, device: int) -> None:
+        """Nothing runs."""
+
+    def waiting(self, info: str, seconds: float) -> None:
+        """Nothing is waited for."""
+
+    def memory_bytes(self, device: int) -> int:
+        """Unknown."""
+        return 0
+
+    def device_name(self, device: int) -> str:
+        """Nothing is there."""
+        return "none"
+
+
+def _outputs(program: Program) -> list[Base]:
+    """The array of each of the program's outputs."""
+    bases = {~i: base for i, base in enumerate(program.inputs)}
+    for op in program.ops:
+        for made in results_of(op):
+            bases[made.value] = made.base
+    return [bases[value] for value in program.outputs]

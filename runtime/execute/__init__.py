@@ -1,0 +1,1 @@
+"""Launching: the executor, sequences of programs, pending checks and memory."""

@@ -1,0 +1,195 @@
+"""Sequences: in comes a work, out go its outputs, computed by several programs in turn.
+
+What lies between two programs lives until its last use, no longer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.ir.values import bases_of, size_of
+from torchtpu.runtime.partition.split import Part
+
+
+class Sequence:
+    """Parts of one program; `executable_of` gives what each is launched with, asked at each launch."""
+
+    def __init__(self, program: Program, parts: list[Part], executable_of: Callable[[int], Any]) -> None:
+        self.parts = parts
+        self._executable_of = executable_of
+        self.fitted: dict[int, Sequence] = {}  # what is launched instead, by memory limit
+        self.argument_bytes = sum(map(size_of, program.inputs))
+        self._num_inputs, self._donated = len(program.inputs), program.donated
+        self._outputs = program.outputs
+        last = {value: number for number, part in enumerate(parts) for value in (*part.inputs, *part.outputs)}
+        kept = set(program.outputs)
+        self._dying: list[list[int]] = [[] for _ in parts]
+        for value, number in last.items():
+            if value not in kept:
+                self._dying[number].append(value)
+        self._floats = [torch.tensor(part.floats) for part in parts]
+        self._ints = [torch.tensor(part.ints) for part in parts]
+        self._offsets = [torch.tensor(part.offsets, dtype=torch.int64) for part in parts]
+
+    @functools.cached_property
+    def needed_bytes(self) -> int:
+        """What the launches take together beyond the arguments; 0 where a part is no program."""
+        sizes = {~i: 0 for i in range(self._num_inputs) if i not in self._donated}
+        held = peak = 0
+        for number, part in enumerate(self.parts):
+            executable = self._executable_of(number)
+            if not hasattr(executable, "needed_bytes"):
+                return 0
+            bases = bases_of(part.program)
+            for value, base in zip(part.inputs, part.program.inputs, strict=True):
+                sizes.setdefault(value, size_of(base))
+            made = {v: size_of(bases[own]) for v, own in zip(part.outputs, part.program.outputs, strict=True)}
+            sizes.update(made)
+            peak = max(peak, held + executable.needed_bytes)
+            held += sum(made.values()) - sum(sizes[value] for value in self._dying[number])
+        return peak
+
+    @property
+    def about(self) -> Any:
+        """What is said of the part that takes most."""
+        return max((self._executable_of(i) for i in range(len(self.parts))), key=lambda e: e.needed_bytes).about
+
+    def run(self, work: Any, launch: Callable[[Any], None]) -> None:
+        """Launches the parts in order; tells the work what came of it."""
+        self.go_on(self.begin(work), 0, launch)
+
+    def begin(self, work: Any) -> State:
+        """What is known before the first part."""
+        return State(work)
+
+    def go_on(self, state: State, first: int, launch: Callable[[Any], None]) -> None:
+        """Launches the parts from the first of these on; tells the work what came of all."""
+        for number in range(first, len(self.parts)):
+            launch(self.part_work(state, number))
+            self.forget(state, number)
+        self.finish(state)
+
+    def part_work(self, state: State, number: int) -> PartWork:
+        """What a part is launched with."""
+        part, floats, ints = self.parts[number], state.work.floats, state.work.ints
+        own_floats = floats.index_select(0, self._floats[number]) if part.floats else None
+        own_ints = self._offsets[number] if part.offsets else None
+        if part.ints:
+            taken = ints.index_select(0, self._ints[number])
+            own_ints = taken if own_ints is None else torch.cat([taken, own_ints])
+        return PartWork(state, part, self._executable_of(number), own_floats, own_ints)
+
+    def forget(self, state: State, number: int) -> None:
+        """Lets go of what no part after this one takes."""
+        for value in self._dying[number]:
+            state.forget(value)
+
+    def finish(self, state: State) -> None:
+        """Tells the work what came of it."""
+        work = state.work
+        for k, value in enumerate(self._outputs):
+            if value in state.errors:
+                work.spoil(k, state.errors[value])
+        seen = {id(state.errors.get(value)) for value in self._outputs}
+        unseen = [error for error in state.lost if id(error) not in seen]
+        if unseen:
+            work.failed(unseen[0])
+        else:
+            guards = [state.guards.get(value) for value in self._outputs] if state.guards else []
+            work.done([state.arrays.get(value) for value in self._outputs], guards)
+        state.arrays.clear()  # the outcome of a check may hold the state
+
+
+class State:
+    """The values between the parts of a work: their arrays, their guards, what went wrong with them."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+        self.device: int = work.device
+        self.region: Any = work.region
+        self.is_slice: bool = work.is_slice
+        self.arrays = {~i: array for i, array in enumerate(work.inputs())}
+        self.guards = {~i: guard for guard, inputs in work.guards() for i in _bits(inputs)}
+        self.errors = {~i: error for error, inputs in work.errors() for i in _bits(inputs)}
+        self.lost: list[BaseException] = []
+
+    def forget(self, value: int) -> None:
+        """Lets go of a value."""
+        self.arrays.pop(value, None)
+        self.guards.pop(value, None)
+        self.errors.pop(value, None)
+
+
+class PartWork:
+    """What a launch asks of a work, for one part of it."""
+
+    __slots__ = ("_part", "_spoiled", "_state", "device", "executable", "floats", "ints", "is_slice", "region")
+
+    def __init__(
+        self, state: State, part: Part, executable: Any, floats: torch.Tensor | None, ints: torch.Tensor | None
+    ) -> None:
+        self.executable = executable
+        self.device = state.device
+        self.region = state.region
+        self.is_slice = state.is_slice
+        self.floats = floats
+        self.ints = ints
+        self._state = state
+        self._part = part
+        self._spoiled: set[int] = set()
+
+    @property
+    def program(self) -> Program:
+        return self._part.program
+
+    @property
+    def run(self) -> str:
+        run: str = self._state.work.run
+        return run
+
+    def inputs(self) -> list[Any]:
+        arrays = self._state.arrays
+        return [arrays.get(value) for value in self._part.inputs]
+
+    def errors(self) -> list[tuple[BaseException, int]]:
+        return self._by_input(self._state.errors)
+
+    def guards(self) -> list[tuple[Any, int]]:
+        return self._by_input(self._state.guards)
+
+    def spoil(self, output: int, error: BaseException) -> None:
+        self._spoiled.add(output)
+        self._state.errors[self._part.outputs[output]] = error
+
+    def done(self, arrays: list[Any], guards: list[Any]) -> None:
+        state, spoiled = self._state, self._spoiled
+        for k, value in enumerate(self._part.outputs):
+            if k not in spoiled:
+                state.arrays[value] = arrays[k]
+                if guards and guards[k] is not None:
+                    state.guards[value] = guards[k]
+
+    def failed(self, error: BaseException) -> None:
+        self._state.lost.append(error)
+        for k in range(len(self._part.outputs)):
+            if k not in self._spoiled:
+                self.spoil(k, error)
+
+    def _by_input(self, things: dict[int, Any]) -> list[tuple[Any, int]]:
+        if not things:
+            return []
+        found: dict[int, tuple[Any, int]] = {}
+        for i, value in enumerate(self._part.inputs):
+            thing = things.get(value)
+            if thing is not None:
+                found[id(thing)] = thing, found.get(id(thing), (thing, 0))[1] | 1 << i
+        return list(found.values())
+
+
+def _bits(number: int) -> list[int]:
+    return [i for i in range(number.bit_length()) if number >> i & 1]

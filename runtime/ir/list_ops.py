@@ -1,0 +1,75 @@
+"""Ops over lists: in come recorded ops, out come the same with each list taken apart into its elements.
+
+What many tensors undergo one op after the other then stands together for each tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torchtpu.runtime.ir.values import operands
+
+from .calls import results_of
+from .program import Op, Operand
+
+
+def take_apart(ops: Iterable[Op], maps: Callable[[Op], bool]) -> list[Op]:
+    """The ops, those that `maps` says go in step through their lists as one op per element.
+
+    Of consecutive ones all that happens to the first element comes first, where no element needs another one.
+    """
+    made: list[Op] = []
+    rows: list[list[Op]] = []  # consecutive ops, taken apart
+    homes: dict[int | None, int] = {}  # the elements to which the values belong that these make
+    for op in ops:
+        row = _elements(op) if maps(op) else []
+        if rows and (len(row) != len(rows[0]) or not _is_apart(row, homes)):
+            made += _by_element(rows)
+            rows, homes = [], {}
+        if row:
+            rows.append(row)
+            homes.update((result.value, i) for i, part in enumerate(row) for result in results_of(part))
+        else:
+            made.append(op)
+    return [*made, *_by_element(rows)]
+
+
+def _by_element(rows: list[list[Op]]) -> Iterator[Op]:
+    return (part for column in zip(*rows, strict=True) for part in column)
+
+
+def _is_apart(row: list[Op], homes: dict[int | None, int]) -> bool:
+    """Whether each element takes nothing that was made of another one."""
+    return all(homes.get(o.value, i) == i for i, part in enumerate(row) for o in operands(part))
+
+
+def _elements(op: Op) -> list[Op]:
+    """The op for each element of its lists; none where there are fewer than two, two are one storage,
+    or what counts of them is not all."""
+    count = next((len(argument) for argument in op.args if type(argument) is tuple), 0)
+    written = [_element(op.args[write.arg], write.element or 0).value for write in op.writes]
+    kept = [value for value in written if value is not None]
+    if count < 2 or len(set(kept)) < len(kept) or op.padding is not None:
+        return []
+    return [
+        dataclasses.replace(
+            op,
+            args=tuple(_only(argument, i, count) for argument in op.args),
+            results=tuple(_only(result, i, count) for result in op.results),
+            writes=tuple(dataclasses.replace(write, element=0) for write in op.writes if write.element == i),
+        )
+        for i in range(count)
+    ]
+
+
+def _only(argument: Any, element: int, count: int) -> Any:
+    is_list = type(argument) is tuple and len(argument) == count
+    return (argument[element],) if is_list else argument
+
+
+def _element(argument: Any, element: int) -> Operand:
+    found = argument[element] if type(argument) is tuple else argument
+    assert isinstance(found, Operand)
+    return found

@@ -1,0 +1,382 @@
+"""Lowering: in comes a recorded `Program`, out goes the StableHLO module that computes it.
+
+Its text is a function of the program, the platform and the lowerings alone: no ids, addresses or locations.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from torchtpu.runtime.ir.calls import Parameter, results_of, written
+from torchtpu.runtime.ir.list_ops import take_apart
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Result, Write
+from torchtpu.runtime.ir.types import tensor_type
+
+from . import views
+from .cse_barriers import barrier, repeated
+from .fragments import Fragments
+from .materialization import fence, find_fences
+from .tracing import Fragment
+from .views import Digit, View
+
+Aval = tuple[tuple[int, ...], torch.dtype]
+
+CHECKS_PER_WORD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What to raise where a device-side check fails; `sources` are the inputs that it depends on, a bit each.
+
+    `op` and `line` are those of the program's op number `place` (-1 for one element of an op).
+    """
+
+    message: str
+    error: type[Exception]
+    op: str
+    line: str
+    place: int
+    sources: int
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A program's text. If it has `checks`, the set of those that failed follows its `outputs`
+    (see `failed_aval`).
+
+    `sources[k]` is what output k depends on: bit i is input i, bit len(inputs) + c is check c. `offsets` is what the
+    program takes for granted of its run-time ints, by their index.
+    """
+
+    text: str
+    inputs: tuple[Aval, ...]
+    outputs: tuple[Aval, ...]
+    checks: tuple[Check, ...]
+    sources: tuple[int, ...]
+    offsets: Mapping[int, frozenset[Digit]]
+
+
+def failed_aval(checks: int) -> Aval:
+    """The array that says which of so many checks failed: a bit of its words each, the lowest first."""
+    return (-(-checks // CHECKS_PER_WORD),), torch.uint32
+
+
+def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> Module:
+    """The program's module; raises an error that names op and line where an op cannot be lowered.
+
+    With `is_flat` nothing is taken for granted of run-time offsets; views at them are slower.
+    """
+    live = _live_calls(program, fragments)
+    waits = repeated(live, fragments.repeats)
+    writer = _Writer(program, is_flat, find_fences(live, program.outputs, fragments.platform))
+    for place, call in enumerate(live):
+        writer.add(call, waits.get(place))
+    return writer.finish()
+
+
+class _Call:
+    """The program's op number `place`, or -1 for one element of an op: its fragment, the arrays it takes and makes, and
+    the value that each of those is written into."""
+
+    __slots__ = ("fragment", "made", "op", "parameters", "place", "under")
+
+    def __init__(self, place: int, op: Op, fragment: Fragment, parameters: list[Parameter]) -> None:
+        self.place = place
+        self.op = op
+        self.fragment = fragment
+        self.parameters = parameters
+        self.made = results_of(op)
+        before: dict[int, int | None] = {}
+        newest: dict[int | None, int] = {}  # values that this op has already written to
+        for write in op.writes:
+            old = written(op, write).value
+            while old in newest:
+                old = newest[old]
+            if old is not None:
+                newest[old] = write.value
+            before[write.value] = old
+        self.under = [before.get(target.value) for target in self.made]
+
+    def kept(self) -> Iterator[int | None]:
+        """For each array it makes: the value of which a part stays, or None."""
+        for target, old in zip(self.made, self.under, strict=True):
+            yield old if isinstance(target, Write) and _needs_old(target) else None
+
+    def read(self) -> set[int]:
+        """The values that it takes, those of which a part stays included."""
+        taken = [self.parameters[n] for n in self.fragment.used]
+        values = {p.value for p in taken if type(p) is Operand} | set(self.kept())
+        return {value for value in values if value is not None}
+
+    def stored_whole(self) -> Iterator[tuple[int, Base]]:
+        """The values that it computes every element of, and their arrays."""
+        for target, forwarded, old in zip(self.made, self.fragment.forwards, self.kept(), strict=True):
+            if forwarded is None and old is None:
+                yield target.value, target.base
+
+
+def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
+    """The ops whose results or checks are needed, in order."""
+    ops = take_apart(program.ops, fragments.maps)
+    places = {id(op): place for place, op in enumerate(program.ops)}
+    found = zip(ops, fragments.find(ops), strict=True)
+    calls = [_Call(places.get(id(op), -1), op, *fragment) for op, fragment in found]
+    needed: set[int | None] = set(program.outputs)
+    live: list[_Call] = []
+    for call in reversed(calls):
+        if not call.fragment.checks and needed.isdisjoint([r.value for r in call.made]):
+            continue
+        live.append(call)
+        for n in call.fragment.used:
+            parameter = call.parameters[n]
+            if type(parameter) is Operand:
+                needed.add(parameter.value)
+        needed.update(call.kept())
+    return live[::-1]
+
+
+def _view(target: Operand | Write) -> View:
+    offset = target.offset if type(target.offset) is int else None
+    return View(target.sizes, target.strides, offset, target.dtype)
+
+
+def _needs_old(write: Write) -> bool:
+    return not write.replaces and not views.covers(write.base, _view(write))
+
+
+class _Writer:
+    """Writes main's lines.
+
+    `names`, `layouts` and `sources` hold, per value, its name in the text, the array it is, and what it depends on.
+    """
+
+    def __init__(self, program: Program, is_flat: bool, fenced: set[int]) -> None:
+        self._program = program
+        self._is_flat = is_flat
+        self._fenced = fenced
+        self._offsets: dict[int, frozenset[Digit]] = {}
+        self._lines: list[str] = []
+        self._functions: dict[str, str] = {}
+        self._checks: list[Check] = []
+        self._check_names: list[str] = []
+        self._asserted = 0  # checks of ops without results: what is made after them depends on them
+        self._sources: dict[int | None, int] = {~i: 1 << i for i in range(len(program.inputs))}
+        self._count = 0
+        self._names: dict[int, str] = {~i: f"%in{i}" for i in range(len(program.inputs))}
+        self._layouts: dict[int, Base] = {~i: base for i, base in enumerate(program.inputs)}
+        self._roots: dict[int, int] = {~i: i for i in range(len(program.inputs))}
+        self._read: dict[tuple[int | None, View, int | Lifted], str] = {}
+        self._numbers: dict[Lifted, str] = {}
+
+    def add(self, call: _Call, after: int | None = None) -> None:
+        """Adds an op: the views it reads, the call, which waits for value `after`, and its results and writes."""
+        fragment = call.fragment
+        arguments = [self._argument(call.parameters[n]) for n in fragment.used]
+        if after is not None:
+            arguments = self._wait(call, arguments, after)
+        self._trace_sources(call)
+        made: list[str] = [""] * len(fragment.forwards)
+        if fragment.is_call:
+            made = self._call(fragment, arguments)
+        for i, forwarded in enumerate(fragment.forwards):
+            if forwarded is not None:
+                made[i] = arguments[fragment.used.index(forwarded)]
+        for target, name, old in zip(call.made, made, call.under, strict=True):
+            if isinstance(target, Result):
+                self._names[target.value] = name if _is_whole(target, target.base) else self._laid_out(target, name)
+            else:
+                self._names[target.value] = self._apply(target, name, old)
+            self._layouts[target.value] = target.base
+            if target.value in self._fenced:
+                self._names[target.value] = self._stored(self._names[target.value], target.base)
+
+    def finish(self) -> Module:
+        """The module's text, with its outputs, its checks and its donated inputs."""
+        program = self._program
+        outputs = [(self._names[v], tensor_type(*self._layouts[v])) for v in program.outputs]
+        avals = tuple((self._layouts[v].shape, self._layouts[v].dtype) for v in program.outputs)
+        if self._check_names:
+            outputs.append((self._failed(), tensor_type(*failed_aval(len(self._check_names)))))
+        donations = self._donations()
+        heads = [f"%in{i}: {tensor_type(*base)}{donations.get(i, '')}" for i, base in enumerate(program.inputs)]
+        if program.floats:
+            heads.append(f"%floats: tensor<{program.floats}xf64>")
+        if program.ints:
+            heads.append(f"%ints: tensor<{program.ints}xi64>")
+        types = ", ".join(t for _, t in outputs)
+        returned = f"    return {', '.join(n for n, _ in outputs)} : {types}" if outputs else "    return"
+        head = f"  func.func public @main({', '.join(heads)}) -> ({types}) {{"
+        text = "\n".join(["module @region {", head, *self._lines, returned, "  }", *self._functions.values(), "}", ""])
+        inputs = tuple((b.shape, b.dtype) for b in program.inputs)
+        sources = tuple(self._sources[v] for v in program.outputs)
+        return Module(text, inputs, avals, tuple(self._checks), sources, self._offsets)
+
+    def _trace_sources(self, call: _Call) -> None:
+        """Notes the op's checks and what its results depend on."""
+        op, fragment, sources = call.op, call.fragment, self._sources
+        taken = [sources.get(p.value, 0) if type(p) is Operand else 0 for p in call.parameters]
+        read = functools.reduce(operator.or_, (taken[n] for n in fragment.used), 0)
+        checked = 0
+        for message, error in fragment.checks:
+            checked |= 1 << len(self._program.inputs) + len(self._checks)
+            self._checks.append(Check(message, error, op.name, op.line, call.place, read))
+        if not call.made:
+            self._asserted |= checked
+        for target, forwarded, old in zip(call.made, fragment.forwards, call.kept(), strict=True):
+            own = read if forwarded is None else taken[forwarded]
+            sources[target.value] = own | checked | self._asserted | sources.get(old, 0)
+
+    def _wait(self, call: _Call, arguments: list[str], value: int) -> list[str]:
+        types = [
+            tensor_type(p.sizes, p.dtype)
+            for p in (call.parameters[n] for n in call.fragment.used)
+            if type(p) is Operand
+        ]
+        waited = (self._names[value], tensor_type(*self._layouts[value]))
+        line, (*made, self._names[value]) = barrier(f"%r{self._next()}", [*zip(arguments, types, strict=True), waited])
+        self._lines.append(line)
+        return made
+
+    def _stored(self, name: str, base: Base) -> str:
+        symbol, text, kind = fence(base)
+        self._functions.setdefault(symbol, text)
+        stored = f"%r{self._next()}"
+        self._lines.append(f"    {stored} = call @{symbol}({name}) {kind}")
+        return stored
+
+    def _call(self, fragment: Fragment, arguments: list[str]) -> list[str]:
+        self._functions.setdefault(fragment.symbol, fragment.text)
+        count = len(fragment.forwards) + len(fragment.checks)
+        name = f"%r{self._next()}"
+        left = f"{name}:{count}" if count > 1 else name
+        self._lines.append(f"    {left} = call @{fragment.symbol}({', '.join(arguments)}) : {fragment.signature}")
+        names = [f"{name}#{i}" for i in range(count)] if count > 1 else [name]
+        self._check_names += names[len(fragment.forwards) :]
+        return names[: len(fragment.forwards)]
+
+    def _argument(self, parameter: Parameter) -> str:
+        if type(parameter) is Lifted:
+            return self._number(parameter)
+        assert type(parameter) is Operand
+        value = parameter.value
+        if value is not None and parameter.offset == 0 and _is_whole(parameter, self._layouts[value]):
+            return self._names[value]
+        view = _view(parameter)
+        key = (value, view, parameter.offset)
+        name = self._read.get(key)
+        if name is None:
+            base = None if value is None else self._layouts[value]
+            array = "" if value is None else self._names[value]
+            snippet = views.read(base, view, is_flat=self._takes_flat(base, view, parameter.offset))
+            name = self._read[key] = self._paste(snippet, array, "", parameter.offset)
+        return name
+
+    def _takes_flat(self, base: Base | None, view: View, offset: int | Lifted) -> bool:
+        """Whether a view is taken at any run-time offset; else what it takes for granted is noted."""
+        if base is None or type(offset) is not Lifted or self._is_flat:
+            return self._is_flat and view.offset is None
+        known = self._offsets.get(offset.index, frozenset())
+        self._offsets[offset.index] = known.union(views.digits(base, view))
+        return False
+
+    def _laid_out(self, result: Result, new: str) -> str:
+        """A new tensor's array, whose dimensions are in memory order."""
+        return self._write(result.base, View(result.sizes, result.strides, 0, result.dtype), new, None, 0)
+
+    def _apply(self, write: Write, new: str, old: int | None) -> str:
+        """The array after a write into value `old`."""
+        if old in self._roots:
+            self._roots[write.value] = self._roots[old]
+        return self._write(write.base, _view(write), new, old if _needs_old(write) else None, write.offset)
+
+    def _write(self, base: Base, view: View, new: str, old: int | None, offset: int | Lifted) -> str:
+        array = ""
+        if old is not None:
+            array = self._names[old]
+            layout = self._layouts[old]
+            if layout != base:
+                whole = View(base.shape, _row_major(base.shape), 0, base.dtype)
+                array = self._paste(views.read(layout, whole), array, "", 0)
+        is_flat = self._takes_flat(base, view, offset)
+        return self._paste(views.write(base, view, is_fresh=old is None, is_flat=is_flat), array, new, offset)
+
+    def _paste(self, snippet: views.Snippet, array: str, new: str, offset: int | Lifted) -> str:
+        start = self._number(offset) if type(offset) is Lifted else ""
+        text, result = snippet.paste(f"%v{self._next()}_" if snippet.text else "", array, new, start)
+        if text:
+            self._lines.append(text)
+        return result
+
+    def _number(self, lifted: Lifted) -> str:
+        name = self._numbers.get(lifted)
+        if name is None:
+            name = self._numbers[lifted] = f"%{lifted.kind}{lifted.index}"
+            many, count, element = (
+                ("floats", self._program.floats, "f64") if lifted.kind == "f" else ("ints", self._program.ints, "i64")
+            )
+            i = lifted.index
+            one = f"tensor<1x{element}>"
+            self._lines += [
+                f"    {name}_ = stablehlo.slice %{many} [{i}:{i + 1}] : (tensor<{count}x{element}>) -> {one}",
+                f"    {name} = stablehlo.reshape {name}_ : ({one}) -> tensor<{element}>",
+            ]
+        return name
+
+    def _failed(self) -> str:
+        """A set of bits: which checks failed. Made of numbers, not of arrays, each of which is a kernel on a TPU."""
+        one = "tensor<ui32>"
+        words: list[str] = []
+        for start in range(0, len(self._check_names), CHECKS_PER_WORD):
+            word = ""
+            for i, name in enumerate(self._check_names[start : start + CHECKS_PER_WORD]):
+                bit = f"%failed{start + i}"
+                self._lines += [
+                    f"    {bit}_if = stablehlo.constant dense<{1 << i}> : {one}",
+                    f"    {bit}_else = stablehlo.constant dense<0> : {one}",
+                    f"    {bit}_ = stablehlo.select {name}, {bit}_else, {bit}_if : tensor<i1>, {one}",
+                ]
+                if word:
+                    self._lines.append(f"    {bit} = stablehlo.or {word}, {bit}_ : {one}")
+                word = bit if word else f"{bit}_"
+            words.append(f"%failed_word{len(words)}")
+            self._lines.append(f"    {words[-1]} = stablehlo.reshape {word} : ({one}) -> tensor<1xui32>")
+        if len(words) == 1:
+            return words[0]
+        types = ", ".join(["tensor<1xui32>"] * len(words))
+        self._lines.append(
+            f"    %failed = stablehlo.concatenate {', '.join(words)}, dim = 0 : ({types}) -> tensor<{len(words)}xui32>"
+        )
+        return "%failed"
+
+    def _donations(self) -> dict[int, str]:
+        """An input that nobody else holds gives its memory to its own newest version, else to any output that fits."""
+        program = self._program
+        attributes = dict.fromkeys(program.donated, " {jax.buffer_donor = true}")
+        for k, value in enumerate(program.outputs):
+            root = self._roots.get(value)
+            if root in attributes and value != ~root and self._layouts[value] == program.inputs[root]:
+                attributes[root] = f" {{tf.aliasing_output = {k} : i32}}"
+        return attributes
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+
+def _is_whole(tensor: Operand | Result, base: Base) -> bool:
+    """Whether a tensor at offset 0 is its array as it stands."""
+    return tensor.sizes == base.shape and tensor.dtype == base.dtype and tensor.strides == _row_major(base.shape)
+
+
+@functools.lru_cache(maxsize=8192)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))

@@ -1,0 +1,182 @@
+"""Fragments: in come recorded ops, out go the StableHLO functions that compute them, from memory, the store or a trace.
+
+A fragment is found by what decides its text: the op's name, the types of its array arguments, the values of the
+others, the recorded results, the platform and, for an op that multiplies, the precision.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from torchtpu.compiler_cache import Key, Store
+from torchtpu.runtime.device.client import Client
+from torchtpu.runtime.ir.calls import Entry, Lowerings, Parameter, describe_results, parameters
+from torchtpu.runtime.ir.program import Op
+from torchtpu.runtime.telemetry.counters import Counters
+
+from . import fingerprint
+from .tracing import Fragment, Tracer, explained
+
+_BATCH = 128  # ops traced in one module
+EVALUATION = "torchtpu.runtime.padding.evaluate"  # what an op with padding is traced with; it imports jax
+
+
+class Fragments:
+    """Finds, loads or traces fragments for one platform, by default the client's; one per engine.
+
+    `watch` says what each op's results are checked for: "off", "nan" or "inf" (which includes NaN); `capacity` is the
+    most fragments kept in memory.
+    """
+
+    def __init__(
+        self,
+        lowerings: Lowerings,
+        client: Client,
+        store: Store,
+        counters: Counters,
+        platform: str = "",
+        watch: Callable[[], str] = lambda: "off",
+        capacity: Callable[[], int] = lambda: 1 << 14,
+    ) -> None:
+        self.watch = watch
+        self._capacity = capacity
+        self._lowerings = lowerings
+        self.platform = platform or client.lowering_platform
+        self._tracer = Tracer(client, self.platform, lowerings.context)
+        self._tracing = (Tracer.__module__, type(client).__module__)
+        self._store = store
+        self._counters = counters
+        self._lock = threading.Lock()  # held while fragments are added
+        # What was used since the older half was forgotten, and that half; both change by single steps of the GIL.
+        self._known: dict[str, Fragment] = {}
+        self._older: dict[str, Fragment] = {}
+
+    def maps(self, op: Op) -> bool:
+        """Whether an op goes through its lists in step, element by element."""
+        return self._entry(op).maps
+
+    def repeats(self, op: Op) -> bool:
+        """Whether the op, called again with the same arguments, is to be computed again."""
+        return self._entry(op).repeats
+
+    def _entry(self, op: Op) -> Entry:
+        try:
+            return self._lowerings.entry(op.name, self.platform)
+        except Exception as error:
+            raise explained(op, error) from error
+
+    def describe(self, ops: Iterable[Op], watched: str) -> list[tuple[str, list[Parameter]]]:
+        """What decides each op's fragment, as text, and the arrays it is called with; an error names the op and its
+        line."""
+        suffix = "" if watched == "off" else f" {watched}"
+        found = []
+        for op in ops:
+            try:
+                arguments, arrays = parameters(op)
+                found.append((f"{op.name}({arguments})->({describe_results(op)}) {op.precision}{suffix}", arrays))
+            except TypeError as error:  # an element type that XLA does not have
+                raise explained(op, error) from error
+        return found
+
+    def sources(self, ops: Iterable[Op]) -> str | None:
+        """The lowerings that ops use, with their fingerprints; None where one may not be kept on disk."""
+        found = {}
+        for op in {op.name: op for op in ops}.values():
+            entry = self._entry(op)
+            if not entry.persists:
+                return None
+            mark = ("by element " if entry.maps else "") + ("again " if entry.repeats else "")
+            found[entry.name] = mark + fingerprint.of_function(entry.function, self._lowerings.context)[:16]
+        return " ".join(f"{name}={found[name]}" for name in sorted(found))
+
+    def find(self, ops: Sequence[Op]) -> list[tuple[Fragment, list[Parameter]]]:
+        """Each op's fragment and the arrays it is called with; an error while tracing names the op and its line."""
+        watched = self.watch()
+        described = self.describe(ops, watched)
+        made: dict[str, Fragment] = {}
+        missing: dict[str, Op] = {}
+        for (key, _), op in zip(described, ops, strict=True):
+            known = self._find(key)
+            if known is None:
+                missing[key] = op
+            else:
+                made[key] = known
+        if missing:
+            with self._lock:
+                made.update(self._add(missing, watched))
+        return [(made[key], arrays) for key, arrays in described]
+
+    def _find(self, key: str) -> Fragment | None:
+        found = self._known.get(key)
+        if found is None:
+            found = self._older.get(key)
+            if found is not None:
+                self._keep(key, found)
+        return found
+
+    def _keep(self, key: str, fragment: Fragment) -> None:
+        if 2 * len(self._known) >= self._capacity():
+            self._known, self._older = {}, self._known
+        self._known[key] = fragment
+
+    def _add(self, missing: dict[str, Op], watched: str) -> dict[str, Fragment]:
+        added: dict[str, Fragment] = {}
+        waiting: list[tuple[str, Op, Entry]] = []
+        for key, op in missing.items():
+            known = self._find(key)  # another thread may have been here
+            if known is not None:
+                added[key] = known
+                continue
+            try:
+                entry = self._lowerings.entry(op.name, self.platform)
+                stored = self._store.get(self._disk_key(key, entry)) if self._store.keeps and entry.persists else None
+            except Exception as error:
+                raise explained(op, error) from error
+            if stored is None:
+                waiting.append((key, op, entry))
+            else:
+                self._counters.fragment_hits_disk += 1
+                added[key] = _decode(stored)
+        for first in range(0, len(waiting), _BATCH):
+            added.update(self._trace(waiting[first : first + _BATCH], watched))
+        for key, fragment in added.items():
+            self._keep(key, fragment)
+        return added
+
+    def _trace(self, waiting: list[tuple[str, Op, Entry]], watched: str) -> dict[str, Fragment]:
+        started = time.perf_counter()
+        traced = self._tracer.trace([(op, entry) for _, op, entry in waiting], watched)
+        self._counters.fragment_traces += len(traced)
+        build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
+        for (key, op, entry), fragment in zip(waiting, traced, strict=True):
+            if self._store.keeps and entry.persists:
+                self._store.put(self._disk_key(key, entry), _encode(fragment), {"op": op.name, "build_ms": build_ms})
+        return {key: fragment for (key, _, _), fragment in zip(waiting, traced, strict=True)}
+
+    def _disk_key(self, key: str, entry: Entry) -> Key:
+        parts = {
+            "op": key,
+            "platform": self.platform,
+            "lowering": fingerprint.of_function(entry.function, self._lowerings.context),
+            "tracing": fingerprint.of_modules(*self._tracing),
+            "padding": fingerprint.of_modules(EVALUATION) if " padding " in key else "",
+        }
+        return Key.of("fragment", parts)
+
+
+def _encode(fragment: Fragment) -> bytes:
+    fields = fragment._asdict()
+    fields["checks"] = [(message, error.__module__, error.__qualname__) for message, error in fragment.checks]
+    return json.dumps(fields).encode()
+
+
+def _decode(data: bytes) -> Fragment:
+    fields = json.loads(data)
+    checks = tuple((m, getattr(importlib.import_module(module), name)) for m, module, name in fields["checks"])
+    used, forwards = tuple(fields["used"]), tuple(fields["forwards"])
+    unequal = tuple(fields["unequal"])
+    return Fragment(fields["symbol"], fields["text"], used, forwards, fields["signature"], checks, unequal)

@@ -1,0 +1,103 @@
+"""Fences: in come the lowered ops of a program, out go the values that XLA is to store, not to compute again.
+
+XLA:CPU fuses a producer into each of its consumers. Where values have several, what they are made of is computed
+several times, and that of those again: 150 ops on four live values run 180 times as long, and compile 60 times as
+long. And it fuses a chain of any length into one loop, which LLVM does not vectorise any more and whose steps wait for
+one another: 500 times tanh, times and plus run 13 times as long. A value that has passed a call which is not inlined is
+stored; the call itself costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from torchtpu.runtime.ir.program import Base
+from torchtpu.runtime.ir.types import tensor_type
+
+from .tracing import Fragment
+
+# Ops whose results XLA stores whatever follows them: what lies between two of these is fused.
+STORED = re.compile(
+    r"\bstablehlo\.(?:dot|dot_general|convolution|reduce_window|select_and_scatter|scatter|gather|sort|while|custom_call"
+    r"|fft|cholesky|triangular_solve|rng_bit_generator)\b"
+)
+_END_OF_FUSION = re.compile(rf"{STORED.pattern}|\bstablehlo\.reduce\b")
+_OP = re.compile(r"\b(?:stablehlo|chlo)\.(\w+)")
+_FREE = {"broadcast_in_dim", "constant", "convert", "iota", "reshape", "return", "slice", "transpose"}
+_SLOW = {
+    "atan2", "cbrt", "cosine", "divide", "erf", "erf_inv", "expm1", "exponential", "exponential_minus_one", "lgamma",
+    "log", "log_plus_one", "logistic", "power", "remainder", "rsqrt", "sine", "sqrt", "tan", "tanh",
+}  # fmt: skip
+
+
+class Costs(NamedTuple):
+    """What an element costs, in simple ops on one element: a slow op, storing it and reading it again, and, once for
+    all elements of a value, one more loop. `chain` is the most that one loop should do for an element of a value with
+    at least `many`."""
+
+    slow: float
+    stored: float
+    loop: float
+    chain: float
+    many: int
+
+
+# Version 2, measured with jaxlib 0.10.2.
+COSTS: Mapping[str, Costs] = {"cpu": Costs(slow=6.0, stored=3.0, loop=8192.0, chain=64.0, many=1024)}
+
+
+class Call(Protocol):
+    """An op of the program: its fragment, the values that it reads and those that it makes, with their sizes."""
+
+    fragment: Fragment
+
+    def read(self) -> Collection[int]: ...
+
+    def stored_whole(self) -> Iterable[tuple[int, Base]]: ...
+
+
+def find_fences(calls: Sequence[Call], outputs: Collection[int], platform: str) -> set[int]:
+    """The values to store: those whose consumers would spend more on computing them again."""
+    costs = COSTS.get(platform)
+    if costs is None:
+        return set()
+    fused, is_stored = Counter[int](), set(outputs)  # values: consumers that they are fused into, those stored anyway
+    for call in calls:
+        fused.update(call.read())
+        if STORED.search(call.fragment.text):
+            is_stored.update(call.read())
+            fused.subtract(call.read())
+    found: set[int] = set()
+    work: defaultdict[int, float] = defaultdict(float)  # value -> what one element costs each consumer again
+    for call in calls:
+        own, is_end = _work(call.fragment.text, costs)
+        own += 0.0 if is_end else sum(work[value] for value in call.read())
+        for value, base in call.stored_whole():
+            again = fused[value] - (value not in is_stored)
+            elements = math.prod(base.shape)
+            price = 0.0 if value in is_stored else costs.stored * elements + costs.loop
+            is_long = own > costs.chain and elements >= costs.many and fused[value] > 0 and value not in is_stored
+            if is_long or (again > 0 and again * elements * own > price + again * elements):
+                found.add(value)
+            else:
+                work[value] = own
+    return found
+
+
+def _work(text: str, costs: Costs) -> tuple[float, bool]:
+    """What an element of a fragment's results costs since something was stored, and whether anything was."""
+    *before, last = _END_OF_FUSION.split(text)
+    names = [name for name in _OP.findall(last) if name not in _FREE]
+    return sum(costs.slow if name in _SLOW else 1.0 for name in names), bool(before)
+
+
+def fence(base: Base) -> tuple[str, str, str]:
+    """The symbol and the text of the function that a stored value passes, and how it is called after its argument."""
+    kind = tensor_type(*base)
+    symbol = f"store_{re.sub(r'[^0-9A-Za-z]', '_', kind)}"
+    text = f"  func.func private @{symbol}(%arg0: {kind}) -> {kind} {{\n    return %arg0 : {kind}\n  }}"
+    return symbol, text, f'{{mhlo.frontend_attributes = {{inlineable = "false"}}}} : ({kind}) -> {kind}'

@@ -1,0 +1,1 @@
+"""Regions with collectives, which ranks launch together."""

@@ -1,0 +1,123 @@
+"""Building joint regions: in comes a program with collectives, out goes what a plan is given for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torchtpu.compiler_cache import Note
+from torchtpu.runtime.compile.builder import Builder, about_of
+from torchtpu.runtime.compile.compiler import Compiler
+from torchtpu.runtime.compile.plan_cache import Plans
+from torchtpu.runtime.device.client import Client
+from torchtpu.runtime.device.process_group import Homes
+from torchtpu.runtime.execute.executor import Executable
+from torchtpu.runtime.execute.sequence import Sequence as Parts
+from torchtpu.runtime.ir.program import Op, Program
+from torchtpu.runtime.ir.scalar_lifting import IsStructural
+from torchtpu.runtime.partition.split import split
+from torchtpu.runtime.telemetry.observers import Observer
+
+from .groups import Pieces
+from .host_calls import HostCall
+from .regions import Collectives, Form, Joint, ends_around
+
+
+class Joints:
+    """`collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means;
+    `builder` makes the executable of a program for one device."""
+
+    def __init__(
+        self,
+        client: Client,
+        plans: Plans,
+        compiler: Compiler,
+        collectives: Collectives,
+        is_structural: IsStructural,
+        builder: Builder,
+        observers: Sequence[Observer],
+    ) -> None:
+        self._client = client
+        self._plans = plans
+        self._compiler = compiler
+        self._collectives = collectives
+        self._is_structural = is_structural
+        self._builder = builder
+        self._observers = observers
+
+    def concern(self, program: Program) -> bool:
+        """Whether the program has collectives."""
+        return any(op.name == self._collectives.op for op in program.ops)
+
+    def executable(self, program: Program, device: int) -> Joint | Pieces | HostCall | None:
+        """What runs a program with collectives, as a whole where the ranks agree, else in parts; None without any."""
+        collectives = self._collectives
+        if not self.concern(program):
+            return None
+        found = {collectives.homes(op) for op in program.ops if op.name == collectives.op}
+        if len(found) > 1 and () not in found:
+            joint_of = functools.partial(self._joint, device=device, may_stop=False)
+            run_alone = functools.partial(self._alone, device=device)
+            return Pieces(program, collectives.op, self.group_of, joint_of, run_alone)
+        if () in found and len(program.ops) == 1:
+            return self._call(program, device)
+        return self._joint(program, device, may_stop=True)
+
+    def group_of(self, op: Op) -> Homes | None:
+        """The devices that launch an op together, where it is a collective."""
+        return self._collectives.homes(op) if op.name == self._collectives.op else None
+
+    def _joint(self, program: Program, device: int, *, may_stop: bool) -> Joint:
+        collectives = self._collectives
+        found = {homes for op in program.ops if (homes := self.group_of(op)) is not None}
+        homes = found.pop() if len(found) == 1 else ()
+        make_form = functools.partial(self._form, device, homes) if homes else None
+
+        def build(part: Program) -> Joint | Executable:
+            if self.concern(part):
+                return self._joint(part, device, may_stop=True)
+            return self._builder.executable_of(part, device)
+
+        return Joint(
+            program,
+            collectives,
+            self._is_structural,
+            make_form,
+            build,
+            self._parts(program, device),
+            may_stop=may_stop,
+        )
+
+    def _call(self, program: Program, device: int) -> HostCall:
+        return HostCall(self._client, program, device, self._collectives.perform, self._collectives.skip)
+
+    def _parts(self, program: Program, device: int) -> Parts:
+        parts = split(program, ends_around(program, self._collectives.op))
+
+        @functools.cache
+        def executable_of(number: int) -> Any:
+            return self._alone(parts[number].program, device)
+
+        return Parts(program, parts, executable_of)
+
+    def _alone(self, program: Program, device: int) -> Any:
+        is_call = program.ops[0].name == self._collectives.op
+        return self._call(program, device) if is_call else self._builder.executable_of(program, device)
+
+    def _form(self, device: int, homes: Homes, program: Program, is_flat: bool) -> Form:
+        plan = self._plans.find(program, is_flat=is_flat, homes=homes)
+        about = about_of(program, plan)
+
+        def build() -> Executable:
+            note: Note = {"line": program.line, "ops": len(program.ops)}
+            flight = self._compiler.submit(plan, device, note)
+            for observer in self._observers:
+                observer.planned(program, about, flight)
+            return Executable(self._client, plan, flight.result(), device, about, _refuse)
+
+        return Form(about.identity, plan.offsets, build)
+
+
+def _refuse() -> Executable:
+    raise AssertionError("another form is chosen before the launch")

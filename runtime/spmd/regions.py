@@ -1,0 +1,337 @@
+"""Joint regions: in comes a region with collectives, out go launches that all ranks make together, or, where they are
+not all about to make the same ones, its parts in turn: the ops between collectives, and each collective alone.
+
+Where the ranks' programs differ in numbers these become run-time numbers; where they differ in ops, what is common is
+launched together in stages (`stages`).
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from torchtpu.runtime.device.process_group import Homes
+from torchtpu.runtime.execute.sequence import Sequence
+from torchtpu.runtime.ir.program import Op, Program
+from torchtpu.runtime.ir.scalar_lifting import IsStructural, Lifting, Numbers, given
+from torchtpu.runtime.lowering.views import Digit, fits
+from torchtpu.runtime.partition.ranks import Tell, find_stages
+from torchtpu.runtime.partition.split import Part
+
+from .host_calls import number_of
+
+if TYPE_CHECKING:
+    from torchtpu.runtime.execute.executor import Executable
+
+T = TypeVar("T")
+
+_MAX_AGREEMENTS = 8  # of one program
+_MAX_SEEN = 64
+_UNWANTED, _WANTED, _KNOWN = range(3)  # what ranks have found out about their programs
+
+
+class Verdict(NamedTuple):
+    """Whether all ranks named the same program. If not: how many collectives all their programs begin with, 0 where
+    there is nothing to find out about them, and a number for all these programs."""
+
+    is_same: bool
+    shared: int
+    programs: int
+
+
+class Ballot(NamedTuple):
+    """What a rank is about to launch: a program of this identity, with its first `calls` calls ("" for none); and the
+    identity of the program that it comes with, "" where it would launch nothing else."""
+
+    identity: str
+    calls: int
+    program: str
+
+
+class Collectives(Protocol):
+    """The op that ranks run together, handed in from above. Each call of it has a ticket, its second argument."""
+
+    @property
+    def op(self) -> str:
+        """Its name."""
+
+    def homes(self, op: Op) -> Homes:
+        """The devices that launch a program with this op together; () where it runs on the hosts only."""
+
+    def perform(self, tensor: torch.Tensor, ticket: float, *arguments: Any) -> torch.Tensor:
+        """Runs a call on the host: tensors are on the CPU."""
+
+    def skip(self, error: BaseException, tensor: None, ticket: float, *arguments: Any) -> None:
+        """A call will not run, because its tensor has failed."""
+
+    def agree(self, tickets: collections.abc.Sequence[float], ballot: Ballot) -> Verdict:
+        """What the other ranks are about to launch, who say so too: all with these calls, or the first of them."""
+
+    def tell(self, tickets: collections.abc.Sequence[float], numbers: collections.abc.Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank, all of which tell some at once."""
+
+    def launch(self, tickets: collections.abc.Sequence[float], launch: Callable[[], T]) -> T:
+        """Launches what was agreed on, and returns when it has run."""
+
+
+class Form(NamedTuple):
+    """A program as text, for all ranks; `build` compiles it. `offsets` are what it takes for granted."""
+
+    identity: str
+    offsets: Mapping[int, frozenset[Digit]]
+    build: Callable[[], Executable]
+
+
+MakeForm = Callable[[Program, bool], Form]  # lowers a program, without taking anything for granted where asked
+
+
+class Core:
+    """A program that all ranks launch together: a whole region, or a common part of one."""
+
+    def __init__(
+        self, program: Program, collectives: Collectives, is_structural: IsStructural, make_form: MakeForm
+    ) -> None:
+        self._tickets = [op.args[1] for op in program.ops if op.name == collectives.op]
+        self._collectives = collectives
+        self._program = program
+        self._is_structural = is_structural
+        self._make_form = make_form
+        self._lifting = Lifting(program, (), ())
+        self._forms: dict[bool, Form] = {}
+        self._executables: dict[bool, Executable] = {}
+        self._is_flat = False  # which of them is launched next
+
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """Those in the program."""
+        return Numbers(self._program, self._is_structural)
+
+    @property
+    def identity(self) -> str:
+        """That of the program as it is, whatever is chosen."""
+        return self._form(is_flat=False).identity
+
+    def choose(self, ints: list[int]) -> str:
+        """Chooses the program that takes these run-time ints; its identity."""
+        ints = [*ints, *self._lifting.ints]
+        for is_flat in (False, True):
+            form = self._form(is_flat)
+            if is_flat or not form.offsets or fits(form.offsets, ints):
+                self._is_flat = is_flat
+                return form.identity
+        raise AssertionError("the second form takes any offset")
+
+    def _form(self, is_flat: bool) -> Form:
+        if is_flat not in self._forms:
+            self._forms[is_flat] = self._make_form(self._lifting.program, is_flat)
+        return self._forms[is_flat]
+
+    def lift(self, places: list[int]) -> None:
+        """Takes the numbers at these places at run time from now on."""
+        self._lifting = self.numbers.lifted(places)
+        self._forms, self._executables = {}, {}
+
+    def ready(self) -> Executable:
+        """The executable of the chosen program."""
+        if self._is_flat not in self._executables:
+            self._executables[self._is_flat] = self._forms[self._is_flat].build()
+        return self._executables[self._is_flat]
+
+    def given(self, work: Any) -> Any:
+        """The work with this rank's numbers."""
+        lifting = self._lifting
+        return Work(work, lifting.floats, lifting.ints) if lifting.floats or lifting.ints else work
+
+    def launch(self, work: Any, launch: Callable[[], T]) -> T:
+        """Launches the program with the other ranks."""
+        return self._collectives.launch(self.tickets(work), launch)
+
+    def skip(self, error: BaseException, work: Any) -> None:
+        """This rank has failed before the launch."""
+        for ticket in self.tickets(work):
+            self._collectives.skip(error, None, ticket)
+
+    def tickets(self, work: Any) -> list[float]:
+        return [number_of(ticket, work) for ticket in self._tickets]
+
+
+class Agreement:
+    """How a program runs beside certain programs of the other ranks: its common parts, or the whole as the only one,
+    which have its first `count` collectives. Without common parts it runs apart."""
+
+    def __init__(
+        self, cores: collections.abc.Sequence[tuple[Part | None, Core]], count: int, stages: Sequence | None = None
+    ) -> None:
+        self._cores = cores
+        self._stages = stages
+        self.count = count
+
+    @property
+    def digest(self) -> str:
+        """What all ranks have in common where their common parts are the same but for numbers."""
+        return " ".join(core.numbers.digest for _, core in self._cores)
+
+    def bits(self) -> list[int]:
+        """The numbers in the common parts."""
+        return [bit for _, core in self._cores for bit in core.numbers.bits]
+
+    def lift(self, places: list[int]) -> None:
+        """Takes those at these places at run time from now on."""
+        begin = 0
+        for _, core in self._cores:
+            end = begin + len(core.numbers.bits)
+            core.lift([place - begin for place in places if begin <= place < end])
+            begin = end
+
+    def choose(self, work: Any) -> str:
+        """The identities of what the work would launch with other ranks; "" for nothing."""
+        try:
+            return " ".join(core.choose(_ints(work, part)) for part, core in self._cores)
+        except RuntimeError:  # the part that it comes from raises it again, where this rank runs apart
+            return ""
+
+    def ready(self) -> Core | Sequence:
+        """What runs the chosen programs, and what this rank has to itself."""
+        for _, core in self._cores:
+            core.ready()
+        return self._stages or self._cores[0][1]
+
+
+class Joint:
+    """What a plan is given whose program has collectives.
+
+    `make_form` lowers a program; `parts` runs the program's parts one by one, `build` makes what runs a part that this
+    rank has to itself, or that comes later. Where `may_stop`, a program is launched up to the last collective that all
+    ranks have in theirs. What ranks find out about their programs they use when they meet with the same ones again:
+    until then nobody knows that it will be compiled for anything.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        collectives: Collectives,
+        is_structural: IsStructural,
+        make_form: MakeForm | None,
+        build: Callable[[Program], Any],
+        parts: Sequence,
+        *,
+        may_stop: bool,
+    ) -> None:
+        self._program = program
+        self._collectives = collectives
+        self._is_structural = is_structural
+        self._make_form = make_form
+        self._build = build
+        self._may_stop = may_stop
+        self._calls = [op.args[1] for op in program.ops if op.name == collectives.op]
+        self._identity = ""
+        self._agreements: OrderedDict[int, Agreement] = OrderedDict()  # by the programs that ranks met with
+        self._last: Agreement | None = None
+        self._seen: deque[int] = deque(maxlen=_MAX_SEEN)  # what ranks met with, and nothing is known about
+        self.parts = parts
+
+    def agreed(self, work: Any) -> Core | Sequence | None:
+        """What this rank launches now, as all others do; None where they launch nothing together."""
+        if self._make_form is None or work.errors():
+            return None
+        if self._last is None:
+            whole = self._core(self._program)
+            self._last = Agreement([(None, whole)], len(self._calls))
+            try:
+                self._identity = whole.identity
+            except RuntimeError:  # the part that it comes from raises it again
+                self._make_form = None
+                return None
+        tickets = [number_of(ticket, work) for ticket in self._calls]
+        verdict = self._collectives.agree(tickets, Ballot(self._last.choose(work), self._last.count, self._identity))
+        found = self._last if verdict.is_same else self._recall(work, tickets, verdict) if verdict.shared else None
+        self._last = found or self._last
+        return found.ready() if found else None
+
+    def _core(self, program: Program) -> Core:
+        assert self._make_form is not None
+        return Core(program, self._collectives, self._is_structural, self._make_form)
+
+    def _recall(self, work: Any, tickets: list[float], verdict: Verdict) -> Agreement | None:
+        """What ranks with these programs have found out earlier, if all of them remember; else they may find it out."""
+        key, shared, collectives = verdict.programs, verdict.shared, self._collectives
+        found = self._agreements.get(key)
+        is_wanted = not self._agreements or key in self._seen
+        may_find = shared == len(self._calls) or self._may_stop
+        states = collectives.tell(tickets, [_KNOWN if found else _WANTED if is_wanted and may_find else _UNWANTED])
+        if found is not None:
+            self._agreements.move_to_end(key)
+        else:
+            self._seen.append(key)
+        if [_UNWANTED] in states:
+            return None
+        if found is not None and all(state == [_KNOWN] for state in states):
+            ballot = Ballot(found.choose(work), found.count, "")
+            return found if collectives.agree(tickets, ballot).is_same else None
+        if collectives.agree(tickets, Ballot("any", shared, "")).is_same:  # the calls, that is
+            self._agreements[key] = self._find(tickets, shared)
+            if len(self._agreements) > _MAX_AGREEMENTS:
+                self._agreements.popitem(last=False)
+        return None
+
+    def _find(self, tickets: list[float], shared: int) -> Agreement:
+        """How this program runs beside those that the other ranks have now, and that begin with as many collectives."""
+        tell = functools.partial(self._collectives.tell, tickets)
+        agreement = Agreement([(None, self._core(self._program))], shared)
+        if not _is_told_by_all(tell, agreement.digest if shared == len(self._calls) else ""):
+            agreement = self._in_stages(shared, tell)
+            if not _is_told_by_all(tell, agreement.digest):
+                return Agreement([], 0)
+        everyones = tell(agreement.bits())
+        agreement.lift([i for i, bits in enumerate(zip(*everyones, strict=True)) if len(set(bits)) > 1])
+        return agreement
+
+    def _in_stages(self, shared: int, tell: Tell) -> Agreement:
+        """This program taken apart as the other ranks take theirs."""
+        found = find_stages(self._program, self._collectives.op, self._is_structural, tell, shared)
+        runs: list[Any] = [self._core(stage.part.program) if stage.is_common else None for stage in found]
+        cores = [(stage.part, core) for stage, core in zip(found, runs, strict=True) if core is not None]
+
+        def executable_of(number: int) -> Any:
+            if runs[number] is None:
+                runs[number] = self._build(found[number].part.program)
+            return runs[number]
+
+        return Agreement(cores, shared, Sequence(self._program, [stage.part for stage in found], executable_of))
+
+
+def _is_told_by_all(tell: Tell, text: str) -> bool:
+    """Whether all ranks tell this text, which is not empty."""
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True) if text else 0
+    told = [found for (found,) in tell([number])]
+    return number != 0 and len(set(told)) == 1
+
+
+def _ints(work: Any, part: Part | None) -> list[int]:
+    """The run-time ints of a part, or of the whole."""
+    ints: list[int] = work.ints.tolist() if work.ints is not None else []
+    return ints if part is None else [ints[i] for i in part.ints] + list(part.offsets)
+
+
+class Work:
+    """A launch's work with more run-time numbers."""
+
+    def __init__(self, work: Any, floats: tuple[float, ...], ints: tuple[int, ...]) -> None:
+        self._work = work
+        self.floats = given(work.floats, floats, torch.float64)
+        self.ints = given(work.ints, ints, torch.int64)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def ends_around(program: Program, name: str) -> list[int]:
+    """Where to split a program so that each op of this name stands alone."""
+    places = [i for i, op in enumerate(program.ops) if op.name == name]
+    return sorted({end for place in places for end in (place, place + 1)} - {0, len(program.ops)})

@@ -1,0 +1,1 @@
+"""Names of other devices and libraries that mean this device."""

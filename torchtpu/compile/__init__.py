@@ -1,0 +1,1 @@
+"""torch.compile: the backend, traced graphs, FlexAttention and portable artifacts."""

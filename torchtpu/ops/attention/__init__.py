@@ -1,0 +1,1 @@
+"""Attention, plain, by blocks, by Pallas kernels and by FlexAttention's functions."""

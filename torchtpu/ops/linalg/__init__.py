@@ -1,0 +1,1 @@
+"""Products, factorizations, distances and Fourier transforms."""

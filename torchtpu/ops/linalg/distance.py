@@ -1,0 +1,119 @@
+"""Pairwise distances and trilinear products: in come rows of vectors, out go their p-norm distances or gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from torchtpu.ops.linalg.matmul import precision_of
+from torchtpu.ops.registry import jnp, lax, lowering, opmath
+
+# PyTorch takes the matrix product for more rows than this unless `compute_mode` says otherwise.
+_MANY_ROWS = 25
+
+
+def _norm(difference: Any, p: float) -> Any:
+    size = jnp.abs(difference)
+    if p == 0:
+        return (size != 0).astype(size.dtype).sum(-1)
+    if p == 1:
+        return size.sum(-1)
+    if p == 2:
+        return jnp.sqrt(jnp.square(size).sum(-1))
+    if p == math.inf:
+        return size.max(-1, initial=0)
+    return (size**p).sum(-1) ** (1 / p)
+
+
+def _euclidean(x1: Any, x2: Any, ctx: Any) -> Any:
+    """sqrt(|a|² + |b|² - 2ab) through one matrix product."""
+    squares = [jnp.square(x).sum(-1, keepdims=True) for x in (x1, x2)]
+    ones = [jnp.ones_like(s) for s in squares]
+    left = jnp.concatenate([-2 * x1, squares[0], ones[0]], -1)
+    right = jnp.concatenate([x2, ones[1], squares[1]], -1)
+    made = jnp.matmul(left, right.swapaxes(-1, -2), precision=precision_of(x1.dtype, ctx.precision))
+    return jnp.sqrt(jnp.maximum(made, 0))
+
+
+@lowering("_cdist_forward", structural={"p": None, "compute_mode": None}, multiplies=True)
+def cdist(x1, x2, p, compute_mode=None, *, ctx):
+    a, b = opmath(x1), opmath(x2)
+    many = a.shape[-2] > _MANY_ROWS or b.shape[-2] > _MANY_ROWS
+    if p == 2 and a.shape[-1] and (compute_mode == 1 or (compute_mode in (None, 0) and many)):
+        return _euclidean(a, b, ctx)
+    return _norm(a[..., :, None, :] - b[..., None, :, :], p)
+
+
+@lowering("_euclidean_dist", multiplies=True)
+def euclidean_dist(x1, x2, *, ctx):
+    return _euclidean(opmath(x1), opmath(x2), ctx)
+
+
+def _slope(difference: Any, distance: Any, p: float) -> Any:
+    """The gradient of each distance with respect to its first row; 0 where PyTorch's is, at distance 0."""
+    sign = jnp.sign(difference)
+    distance = distance[..., None]
+    safe = jnp.where(distance == 0, 1, distance)
+    if p == 0:
+        return jnp.zeros_like(difference)
+    if p == 1:
+        return sign
+    if p == 2:
+        made = difference / safe
+    elif p == math.inf:
+        return sign * (jnp.abs(difference) == distance)
+    elif p < 1:
+        size = jnp.abs(difference)
+        made = jnp.where(size == 0, 0, sign * jnp.where(size == 0, 1, size) ** (p - 1) * safe ** (1 - p))
+    else:
+        made = sign * jnp.abs(difference) ** (p - 1) / safe ** (p - 1)
+    return jnp.where(distance == 0, 0, made)
+
+
+@lowering("_cdist_backward", structural={"p": None})
+def cdist_backward(grad, x1, x2, p, cdist, *, ctx):
+    a, b = opmath(x1), opmath(x2)
+    if grad.size == 0:
+        return jnp.zeros(ctx.results[0][0], a.dtype)
+    if p == 2:
+        # Through a product: the (rows, rows, width) differences never exist.
+        ratio = jnp.where(cdist == 0, 0, opmath(grad) / jnp.where(cdist == 0, 1, cdist))
+        return a * ratio.sum(-1, keepdims=True) - jnp.matmul(ratio, b, precision=lax.Precision.HIGHEST)
+    difference = a[..., :, None, :] - b[..., None, :, :]
+    return (opmath(grad)[..., None] * _slope(difference, opmath(cdist), p)).sum(-2)
+
+
+def _pairs(rows: int) -> tuple[Any, Any]:
+    first, second = np.triu_indices(rows, 1)
+    return first.astype(np.int32), second.astype(np.int32)
+
+
+@lowering("_pdist_forward", structural={"p": None})
+def pdist(self, p=2.0):
+    x = opmath(self)
+    first, second = _pairs(x.shape[0])
+    return _norm(x[first] - x[second], p)
+
+
+@lowering("_pdist_backward", structural={"p": None})
+def pdist_backward(grad, self, p, pdist):
+    x = opmath(self)
+    first, second = _pairs(x.shape[0])
+    slope = opmath(grad)[:, None] * _slope(x[first] - x[second], opmath(pdist), p)
+    return jnp.zeros_like(x).at[first].add(slope).at[second].add(-slope)
+
+
+@lowering("_trilinear", multiplies=True)
+def trilinear(i1, i2, i3, expand1, expand2, expand3, sumdim, unroll_dim=1, *, ctx):
+    if jnp.issubdtype(i1.dtype, jnp.integer):
+        i1, i2, i3 = (jnp.expand_dims(i, dims) for i, dims in ((i1, expand1), (i2, expand2), (i3, expand3)))
+        return (i1 * i2 * i3).sum(tuple(sumdim))
+    rank = i1.ndim + len(expand1)
+    letters = "abcdefghijklmnopqrstuvwxyz"[:rank]
+    missing = ["".join(letters[d] for d in dims) for dims in (expand1, expand2, expand3)]
+    terms = ["".join(c for c in letters if c not in out) for out in missing]
+    made = "".join(c for i, c in enumerate(letters) if i not in [d % rank for d in sumdim])
+    precision = precision_of(i1.dtype, ctx.precision)
+    return jnp.einsum(f"{','.join(terms)}->{made}", *map(opmath, (i1, i2, i3)), precision=precision)

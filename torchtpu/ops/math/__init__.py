@@ -1,0 +1,1 @@
+"""Elementwise arithmetic, reductions, scans, ops over lists, and optimizers."""

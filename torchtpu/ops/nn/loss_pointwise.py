@@ -1,0 +1,105 @@
+"""Losses that compare two arrays element by element, and their gradients: in come predictions and targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtpu.ops.math.pointwise import computed
+from torchtpu.ops.registry import Context, as_dtype, jax, jnp, lowering
+
+NONE, MEAN = 0, 1  # ATen's Reduction; 2 is the sum
+
+
+def reduced(loss: Any, reduction: int) -> Any:
+    """`loss` under an ATen reduction; the mean of nothing is NaN."""
+    return loss if reduction == NONE else jnp.mean(loss) if reduction == MEAN else jnp.sum(loss)
+
+
+def _shared(grad: Any, slope: Any, reduction: int) -> Any:
+    """The gradient of a reduced loss: `slope` scaled by what arrives."""
+    return grad * slope / (slope.size if reduction == MEAN else 1)
+
+
+def _computed(ctx: Context, *values: Any) -> Any:
+    return (None if v is None else as_dtype(v, computed(ctx)) for v in values)
+
+
+@lowering("mse_loss")
+def mse_loss(self, target, reduction=MEAN, *, ctx):
+    x, y = _computed(ctx, self, target)
+    return reduced(abs((x - y) * (x - y)) if jnp.iscomplexobj(x) else (x - y) * (x - y), reduction)
+
+
+@lowering("mse_loss_backward")
+def mse_loss_backward(grad_output, self, target, reduction, *, ctx):
+    grad, x, y = _computed(ctx, grad_output, self, target)
+    return _shared(grad, 2 * (x - y), reduction)
+
+
+@lowering("smooth_l1_loss", structural={"beta": (0.0,)}, lifts=True)
+def smooth_l1_loss(self, target, reduction=MEAN, beta=1.0, *, ctx):
+    x, y = _computed(ctx, self, target)
+    gap = jnp.abs(x - y)
+    if isinstance(beta, float) and beta == 0:
+        return reduced(gap, reduction)
+    return reduced(jnp.where(gap < beta, 0.5 * gap * gap / beta, gap - 0.5 * beta), reduction)
+
+
+@lowering("smooth_l1_loss_backward", structural={"beta": (0.0,)}, lifts=True)
+def smooth_l1_loss_backward(grad_output, self, target, reduction, beta, *, ctx):
+    grad, x, y = _computed(ctx, grad_output, self, target)
+    gap = x - y
+    if isinstance(beta, float) and beta == 0:
+        return _shared(grad, jnp.sign(gap), reduction)
+    return _shared(grad, jnp.where(gap <= -beta, -1, jnp.where(gap >= beta, 1, gap / beta)), reduction)
+
+
+@lowering("huber_loss", lifts=True)
+def huber_loss(self, target, reduction=MEAN, delta=1.0, *, ctx):
+    x, y = _computed(ctx, self, target)
+    gap = jnp.abs(x - y)
+    return reduced(jnp.where(gap < delta, 0.5 * gap * gap, delta * (gap - 0.5 * delta)), reduction)
+
+
+@lowering("huber_loss_backward", lifts=True)
+def huber_loss_backward(grad_output, self, target, reduction, delta, *, ctx):
+    grad, x, y = _computed(ctx, grad_output, self, target)
+    return _shared(grad, jnp.clip(x - y, -delta, delta), reduction)
+
+
+@lowering("binary_cross_entropy")
+def binary_cross_entropy(self, target, weight=None, reduction=MEAN, *, ctx):
+    x, y, weight = _computed(ctx, self, target, weight)
+    ctx.check((x >= 0) & (x <= 1), "all elements of input should be between 0 and 1", RuntimeError)
+    ctx.check((y >= 0) & (y <= 1), "all elements of target should be between 0 and 1", RuntimeError)
+    loss = (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@lowering("binary_cross_entropy_backward")
+def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduction=MEAN, *, ctx):
+    grad, x, y, weight = _computed(ctx, grad_output, self, target, weight)
+    slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
+    return _shared(grad, slope if weight is None else slope * weight, reduction)
+
+
+@lowering("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=MEAN, *, ctx):
+    x, y, weight, pos_weight = _computed(ctx, self, target, weight, pos_weight)
+    log_sigmoid = jax.nn.log_sigmoid(x)
+    if pos_weight is not None:
+        log_sigmoid = log_sigmoid * ((pos_weight - 1) * y + 1)
+    loss = (1 - y) * x - log_sigmoid
+    return reduced(loss if weight is None else loss * weight, reduction)
+
+
+@lowering("soft_margin_loss")
+def soft_margin_loss(self, target, reduction=MEAN, *, ctx):
+    x, y = _computed(ctx, self, target)
+    return reduced(jnp.log1p(jnp.exp(-x * y)), reduction)
+
+
+@lowering("soft_margin_loss_backward")
+def soft_margin_loss_backward(grad_output, self, target, reduction, *, ctx):
+    grad, x, y = _computed(ctx, grad_output, self, target)
+    return _shared(grad, -y * jax.nn.sigmoid(-x * y), reduction)

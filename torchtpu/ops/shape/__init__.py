@@ -1,0 +1,1 @@
+"""Creation, indexing, sorting, joining and padding."""

@@ -1,0 +1,226 @@
+"""Convolutions of one to three spatial dimensions: in come (batch, channels, *space), out go images or gradients.
+
+A transposed convolution is the gradient of a plain one, and every gradient is the linear transpose of a plain one, so
+the choice of a formulation is made in `_convolve` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+from torchtpu.ops.linalg.matmul import contract, precision_of
+from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
+
+# Below this many output pixels XLA:CPU's convolution costs up to 140 times torch's, while copied patches and one dot
+# cost the same; above, the patches no longer fit the cache.
+_SMALL_IMAGE = 64
+_MOST_TAPS = 49
+_MOST_SPLITS = 32
+
+
+class _Window(NamedTuple):
+    """The window of a plain convolution: one entry per spatial dimension, the padding as (low, high)."""
+
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+
+def _window(rank: int, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any) -> _Window:
+    stride, padding, dilation, extra = (
+        tuple(v) * rank if len(v) == 1 else tuple(v) for v in (stride, padding, dilation, output_padding)
+    )
+    # An output padding of a stride or more adds whole pixels, which the plain convolution must not look at.
+    reach = [p - e if transposed and e >= s else p for p, e, s in zip(padding, extra, stride, strict=True)]
+    return _Window(stride, tuple(zip(padding, reach, strict=True)), dilation)
+
+
+def _convolve(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
+    if ctx.platform == "cpu" and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return _convolve_on_cpu(x, weight, window, groups, ctx)
+    return _xla(x, weight, window, groups, ctx)
+
+
+def _convolve_on_cpu(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
+    # Chosen by measurement against XLA:CPU's own convolution, which is naive where the image is small, for three
+    # dimensions (10 to 28 times torch) and for the weight gradient of groups (190 times).
+    if groups > 1 and weight.shape[1] == 1:
+        return _depthwise(x, weight, window)
+    if 1 < groups <= _MOST_SPLITS:
+        parts = zip(jnp.split(x, groups, 1), jnp.split(weight, groups, 0), strict=True)
+        return jnp.concatenate([_convolve_on_cpu(part, kernel, window, 1, ctx) for part, kernel in parts], 1)
+    taps = math.prod(weight.shape[2:])
+    small = math.prod(_output_space(x, weight, window)) <= _SMALL_IMAGE and taps <= _MOST_TAPS
+    if groups > 1 or (small and taps > 1):
+        return _patches_dot(x, weight, window, groups)
+    if x.ndim == 5:
+        return _folded(x, weight, window, ctx)
+    return _xla(x, weight, window, groups, ctx)
+
+
+def _xla(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
+    return lax.conv_general_dilated(
+        x,
+        weight,
+        window.stride,
+        window.padding,
+        rhs_dilation=window.dilation,
+        feature_group_count=groups,
+        dimension_numbers=lax.ConvDimensionNumbers(*[tuple(range(x.ndim))] * 3),
+        precision=precision_of(x.dtype, ctx.precision),
+    )
+
+
+def _output_space(x: Any, weight: Any, window: _Window) -> tuple[int, ...]:
+    shape = zip(x.shape[2:], weight.shape[2:], *window, strict=True)
+    return tuple((n + low + high - d * (k - 1) - 1) // s + 1 for n, k, s, (low, high), d in shape)
+
+
+def _taps(x: Any, weight: Any, window: _Window) -> list[Any]:
+    """For each element of the kernel the part of the padded image it meets, all of the output's size."""
+    space = _output_space(x, weight, window)
+    padded = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((*p, 0) for p in window.padding)])
+    taps = []
+    for place in itertools.product(*map(range, weight.shape[2:])):
+        start = [i * d for i, d in zip(place, window.dilation, strict=True)]
+        stop = [b + (n - 1) * s + 1 for b, n, s in zip(start, space, window.stride, strict=True)]
+        taps.append(lax.slice(padded, (0, 0, *start), (*x.shape[:2], *stop), (1, 1, *window.stride)))
+    return taps
+
+
+def _patches_dot(x: Any, weight: Any, window: _Window, groups: int) -> Any:
+    batch, outputs = x.shape[0], weight.shape[0]
+    depth = math.prod(weight.shape[1:])
+    taps = _taps(x, weight, window)
+    space = taps[0].shape[2:]
+    if groups == 1:
+        patches = jnp.stack(taps, 2).reshape(batch, depth, math.prod(space))
+        made = lax.dot_general(weight.reshape(outputs, depth), patches, (((1,), (1,)), ((), ())))
+    else:
+        patches = jnp.stack(taps, 2).reshape(batch, groups, depth, math.prod(space))
+        kernels = weight.reshape(groups, outputs // groups, depth)
+        made = lax.dot_general(kernels, patches, (((2,), (2,)), ((0,), (1,))))
+    return made.reshape(outputs, batch, *space).swapaxes(0, 1)
+
+
+def _depthwise(x: Any, weight: Any, window: _Window) -> Any:
+    """Groups of one channel: a sum of scaled shifts, which XLA:CPU fuses into one vectorised loop."""
+    each = weight.shape[0] // x.shape[1]
+    kernel = weight.reshape(x.shape[1], each, -1, *[1] * (x.ndim - 2))
+    taps = _taps(x, weight, window)
+    made = sum(tap[:, :, None] * kernel[:, :, i] for i, tap in enumerate(taps))
+    return made.reshape(x.shape[0], weight.shape[0], *taps[0].shape[2:])
+
+
+def _folded(x: Any, weight: Any, window: _Window, ctx: Any) -> Any:
+    """A volume as a batch of images whose channels are the slices that the kernel's depth meets."""
+    batch, channels = x.shape[:2]
+    outputs, _, depth, *kernel = weight.shape
+    across = _Window(window.stride[:1] + (1, 1), window.padding[:1] + ((0, 0),) * 2, window.dilation[:1] + (1, 1))
+    images = jnp.stack(_taps(x, weight[..., :1, :1], across), 2).transpose(0, 3, 1, 2, 4, 5)
+    slices = images.shape[1]
+    within = _Window(window.stride[1:], window.padding[1:], window.dilation[1:])
+    flat = images.reshape(batch * slices, channels * depth, *x.shape[3:])
+    made = _xla(flat, weight.reshape(outputs, channels * depth, *kernel), within, 1, ctx)
+    return made.reshape(batch, slices, *made.shape[1:]).swapaxes(1, 2)
+
+
+def _computed(ctx: Any, *arrays: Any) -> Any:
+    """XLA:CPU convolves half precision in float32; an accelerator accumulates in float32 by itself."""
+    return [opmath(a) for a in arrays] if ctx.platform == "cpu" else arrays
+
+
+def _infer_convolution(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Any:
+    if min(padding) < 0:
+        raise RuntimeError("negative padding is not supported")
+    if min(dilation) <= 0:
+        raise RuntimeError("dilation should be greater than zero")
+    made = torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    formats = {suggest_memory_format(input), suggest_memory_format(weight)} - {torch.contiguous_format}
+    if formats:  # as PyTorch's kernels, unlike its meta function
+        made = torch.empty_like(made, memory_format=formats.pop())  # contiguous() would leave an image of one pixel
+    return made
+
+
+@lowering("convolution", infer=_infer_convolution, multiplies=True)
+def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *, ctx):
+    window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
+    x, w = _computed(ctx, input, weight)
+    if transposed and jnp.issubdtype(x.dtype, jnp.integer):
+        made = _transposed_integers(x, w, window, groups, ctx)
+    elif transposed:
+        image = jax.ShapeDtypeStruct(ctx.results[0][0], x.dtype)
+        (made,) = jax.linear_transpose(lambda image: _convolve(image, w, window, groups, ctx), image)(x)
+    else:
+        made = _convolve(x, w, window, groups, ctx)
+    return made if bias is None else made + bias.astype(made.dtype).reshape(-1, *[1] * (weight.ndim - 2))
+
+
+def _transposed_integers(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
+    """The sum over the kernel of shifted images a stride apart: jax transposes functions of floating numbers only."""
+    shape = ctx.results[0][0]
+    inputs = jnp.stack(jnp.split(x, groups, 1), 0)
+    kernels = jnp.stack(jnp.split(weight, groups, 0), 0)
+    reach = [
+        max((n - 1) * s + (k - 1) * d + 1, o + low)
+        for n, k, s, d, o, (low, _) in zip(
+            x.shape[2:], weight.shape[2:], window.stride, window.dilation, shape[2:], window.padding, strict=True
+        )
+    ]
+    made = jnp.zeros((*shape[:2], *reach), x.dtype)
+    for place in itertools.product(*map(range, weight.shape[2:])):
+        part = contract(inputs, kernels[(..., *place)], ((2,), (1,)), ((0,), (0,)), ctx)
+        part = jnp.moveaxis(part, (0, -1), (1, 2))
+        where = [
+            slice(i * d, i * d + (n - 1) * s + 1, s)
+            for i, d, n, s in zip(place, window.dilation, x.shape[2:], window.stride, strict=True)
+        ]
+        made = made.at[(..., *where)].add(part.reshape(x.shape[0], -1, *x.shape[2:]))
+    starts = [low for low, _ in window.padding]
+    return lax.slice(made, (0, 0, *starts), (*shape[:2], *(b + n for b, n in zip(starts, shape[2:], strict=True))))
+
+
+@lowering("convolution_backward", multiplies=True)
+def convolution_backward(
+    grad_output,
+    input,
+    weight,
+    bias_sizes,
+    stride,
+    padding,
+    dilation,
+    transposed,
+    output_padding,
+    groups,
+    output_mask,
+    *,
+    ctx,
+):
+    window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
+    grad, x, w = _computed(ctx, grad_output, input, weight)
+    image, made = (grad, x) if transposed else (x, grad)
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0] and transposed:
+        grad_input = _convolve(grad, w, window, groups, ctx)
+    elif output_mask[0]:
+        (grad_input,) = jax.linear_transpose(lambda x: _convolve(x, w, window, groups, ctx), x)(grad)
+    if output_mask[1]:
+        (grad_weight,) = jax.linear_transpose(lambda w: _convolve(image, w, window, groups, ctx), w)(made)
+    if output_mask[2]:
+        grad_bias = opmath(grad_output).sum((0, *range(2, grad.ndim)))
+    return grad_input, grad_weight, grad_bias
