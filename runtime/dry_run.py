@@ -87,7 +87,7 @@ class Rehearsal:
             self._layouts.note(program)
             return [program]
         try:
-            return [self._layouts.pad(program, [before.program]).program]
+            return [self._layouts.pad(program, [before.program], lambda padded: None).program]
         except Refused:
             self._layouts.note(program)
             ends = ends_of_runs(program, before.program)

@@ -36,7 +36,7 @@ from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
 from .lowering.fragments import Fragments
 from .padding.arrays import PaddedExecutable, download
-from .padding.layout import Layouts, Padded, Refused, is_unequal
+from .padding.layout import Layouts, Padded, check_unequal
 from .partition.clusters import Clusters
 from .partition.split import ends_of_runs, split
 from .spmd.builder import Joints
@@ -224,17 +224,16 @@ class Engine:
 
     def _pad(self, program: Program, others: Sequence[Program]) -> Padded | None:
         """The program padded, with other sizes of it in view; None where it is better left as it is."""
-        try:
-            if self._knob("debug_nans") != "off":
-                raise Refused("results are checked for NaN")
-            padded = self._layouts.pad(program, others)
+        if self._knob("debug_nans") != "off":  # what does not count may be NaN
+            return None
+
+        def check(padded: Padded) -> None:
             ops = [op for op in padded.program.ops if op.padding is not None]
             for op, (fragment, _) in zip(ops, self.fragments.find(ops), strict=True):
-                counts = op.padding.counts if op.padding is not None else ()
-                sizes = [padded.numbers[count.index - program.ints] for count in counts]
-                values = dict(zip("abcdefgh", sizes, strict=False))
-                if not all(is_unequal(expression, values) for expression in fragment.unequal):
-                    raise Refused(f"{op.name} of sizes that are equal by chance")
+                check_unequal(op, fragment.unequal, padded.numbers, program.ints)
+
+        try:
+            padded = self._layouts.pad(program, others, check)
         except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
             self._refuse(program, error)
             return None

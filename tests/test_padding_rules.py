@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from torchtpu.runtime.ir.program import Part
 from torchtpu.runtime.padding import evaluate
 from torchtpu.runtime.padding.layout import Refused
-from torchtpu.runtime.ir.program import Part
 
 ROOM = 8
 SURPLUS = {"f": (np.nan, np.inf, -1e30, 1e30, 0.5), "i": (3, -1, 2**30, -(2**31)), "b": (True, False), "u": (3, 2**31)}
@@ -26,7 +26,9 @@ def check(function: Callable[..., Any], arrays: list[np.ndarray], axes: list[set
     sizes = list(dict.fromkeys(a.shape[k] for a, own in zip(arrays, axes, strict=True) for k in sorted(own)))
     names = dict(zip(sizes, "abcdefgh", strict=False))
     symbols = evaluate.Symbols([(2, ROOM, ROOM) for _ in sizes])
-    dims = [tuple(names[n] if k in own else n for k, n in enumerate(a.shape)) for a, own in zip(arrays, axes, strict=True)]
+    dims = [
+        tuple(names[n] if k in own else n for k, n in enumerate(a.shape)) for a, own in zip(arrays, axes, strict=True)
+    ]
 
     def flat(*given: Any) -> list[Any]:
         made: list[Any] = jax.tree.leaves(function(*given))

@@ -16,20 +16,29 @@ What an op makes of longer arrays is the business of `evaluate`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import math
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torchtpu.runtime.ir.calls import results_of, schema_of, written
 from torchtpu.runtime.ir.program import (
-    Base, Lifted, Op, Operand, Padding, Part, Program, Result, Scalar, Symbolic, Write,
+    Base,
+    Lifted,
+    Op,
+    Operand,
+    Padding,
+    Part,
+    Program,
+    Result,
+    Scalar,
+    Symbolic,
+    Write,
 )
 from torchtpu.runtime.ir.values import operands
 from torchtpu.runtime.lowering.strided_access import find_box
@@ -40,7 +49,8 @@ _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any str
 _LEAST_BUCKET = 8  # sizes of a compiled graph are powers of two from here on
 _MOST_VARIABLES = 6
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same room
-_MOST_SAMPLES = 8  # programs whose slots are compared
+_MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
+_FEWEST_SAMPLES = 3
 _MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest of those
 _FEWEST_RECENT = 4
 _MOST_OUTLINES = 256
@@ -364,6 +374,7 @@ class Template:
         # What was a size that arrays do not have: a place, which needs no room.
         self._places = {name for name, values in fit.variables.items() if min(values) < _LEAST_SIZE}
         self._behind = {name: self._longest(name) for name in fit.variables if name not in self._places}
+        self._limits: dict[str, int] | None = None
         self._programs: dict[tuple[Bound, ...], _Made] = {}
 
     def pad(self, program: Program, slots: Sequence[int]) -> Padded:
@@ -373,6 +384,8 @@ class Template:
         for slot, value in zip(self._slots, slots, strict=True):
             if (found[slot] if isinstance(slot, Size) else slot) != value:
                 raise Refused(f"{value} does not follow from the sizes {', '.join(map(str, values.values()))}")
+        if self._limits is None:
+            self._limits = dict(_limits_of(self._outline(program)))
         bounds = {name: self._bound(name, values[name]) for name in self._behind}
         key = tuple(bounds.values())
         if key not in self._programs:
@@ -390,18 +403,37 @@ class Template:
 
     def _longest(self, name: str) -> int:
         """By how many elements a size is longer than the variable, where they share their room."""
-        behind = [0]
-        for size in self._sizes:
-            if size.terms == ((1, ((name, 0),)),) and size.divisor == 1 and 0 < size.constant <= _MOST_BEHIND:
-                behind.append(size.constant)
-        return max(behind)
+        alike = [size.constant for size in self._sizes if size.terms == ((1, ((name, 0),)),) and size.divisor == 1]
+        return max([0, *(constant for constant in alike if constant <= _MOST_BEHIND)])
 
     def _bound(self, name: str, value: int) -> Bound:
         behind = self._behind[name]
         if value < _LEAST_SIZE:
             raise Refused(f"a size of {value}")
         room = room_for(value + behind)
-        return Bound(max(_LEAST_SIZE, _least_in(room) - behind), room - behind, room)
+        most = min(room - behind, (self._limits or {}).get(name, room))
+        return Bound(max(_LEAST_SIZE, _least_in(room) - behind), most, min(room, most + behind))
+
+
+def _limits_of(value: Any) -> Iterator[tuple[str, int]]:
+    """The most that variables are: how much there is of what a view takes a part of."""
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for view in _views_of(value):
+        factors, ranges, _ = view.box or ((), (), ())
+        for factor, (start, taken, step) in zip(factors, ranges, strict=True):
+            if isinstance(factor, int) and isinstance(start, int) and isinstance(taken, Size):
+                (multiple, names), *more = taken.terms
+                if multiple == step == taken.divisor == len(names) == 1 and not more:
+                    found[names[0][0]].append(factor - start - taken.constant - taken.after - names[0][1])
+    yield from ((name, min(limits)) for name, limits in found.items())
+
+
+def _views_of(value: Any) -> Iterator[_View]:
+    if isinstance(value, _View):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _views_of(item)
 
 
 def _is_bucket(size: int) -> bool:
@@ -423,29 +455,44 @@ class Layouts:
             while sum(len(p.ops) for p in self._recent) > _MOST_RECENT_OPS and len(self._recent) > _FEWEST_RECENT:
                 self._recent.popleft()
 
-    def pad(self, program: Program, others: Sequence[Program] = ()) -> Padded:
+    def pad(self, program: Program, others: Sequence[Program], check: Callable[[Padded], None]) -> Padded:
         """The padded form of a program, as programs of the same ops had it, or as these, and those of the same ops that
-        were noted, have it; raises Refused."""
+        were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
         shared, slots = slots_of(program)
         with self._lock:
-            known = self._templates.get(shared, [])
-            for template in known:
-                with contextlib.suppress(Refused):
-                    return template.pad(program, slots)
-            samples = [slots]
-            for other in [*others, *reversed(self._recent)]:
-                if len(samples) < _MOST_SAMPLES and _has_same_ops(other, program):
-                    outlined, found = _slots_of_other(other)
-                    if outlined == shared and found not in samples:
-                        samples.append(found)
-            if len(samples) < 2:
-                raise Refused("other ops, or views of other kinds")
-            template = Template(shared, samples)
-            padded = template.pad(program, slots)
-            if len(self._templates) >= _MOST_OUTLINES:
+            known = self._templates.setdefault(shared, [])
+            error: Exception = Refused("no other sizes of it are known")
+            for make in (*(functools.partial(_same, t) for t in known), *self._makers(program, shared, slots, others)):
+                try:
+                    template = make()
+                    padded = template.pad(program, slots)
+                    check(padded)
+                except Exception as raised:  # noqa: BLE001 -- another form may do
+                    error = raised
+                    continue
+                self._templates[shared] = [template, *(t for t in known if t is not template)][:_MOST_TEMPLATES]
+                return padded
+            if len(self._templates) > _MOST_OUTLINES:
                 del self._templates[next(iter(self._templates))]
-            self._templates[shared] = [template, *known][:_MOST_TEMPLATES]
-            return padded
+            raise error
+
+    def _makers(
+        self, program: Program, shared: Outline, slots: list[int], others: Sequence[Program]
+    ) -> Iterator[Callable[[], Template]]:
+        """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
+        samples = [slots]
+        for other in [*others, *reversed(self._recent)]:
+            if len(samples) < _MOST_SAMPLES and _has_same_ops(other, program):
+                outlined, found = _slots_of_other(other)
+                if outlined == shared and found not in samples:
+                    samples.append(found)
+        for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES))):
+            if count > 1:
+                yield functools.partial(Template, shared, samples[:count])
+
+
+def _same(template: Template) -> Template:
+    return template
 
 
 def _slots_of_other(program: Program) -> tuple[Outline | None, list[int]]:
@@ -465,11 +512,15 @@ def skeleton(program: Program) -> str:
     return hashlib.sha256(repr(ops).encode()).hexdigest()
 
 
-def is_unequal(expression: str, values: Mapping[str, int]) -> bool:
-    """Whether an expression, as jax writes it, is not 0 for these values of its variables."""
+def check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], first: int) -> None:
+    """Refuses an op that was traced for sizes of which none of these expressions, as jax writes them, is 0, where one
+    is; `numbers` are the run-time ints from the `first` on."""
+    counts = () if op.padding is None else op.padding.counts
+    values = dict(zip("abcdefgh", (numbers[count.index - first] for count in counts), strict=False))
     functions = {"floordiv": int.__floordiv__, "mod": int.__mod__, "max": max, "min": min}
-    value: int = eval(expression, {"__builtins__": {}, **functions}, dict(values))  # noqa: S307 -- it is our own
-    return value != 0
+    for expression in expressions:
+        if eval(expression, {"__builtins__": {}, **functions}, values) == 0:  # noqa: S307 -- what tracing wrote
+            raise Refused(f"{op.name} where {expression} is 0")
 
 
 class _Made(NamedTuple):
@@ -547,9 +598,7 @@ class _Maker:
         if write.dtype != write.base.dtype or view.strides is not None:
             raise Refused("a write at a place that changes, or of other elements")
         base = self._base(write.base, view.shape)
-        return replace(
-            write, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base, replaces=True
-        )
+        return replace(write, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base, replaces=True)
 
     def offset(self, view: _View) -> Lifted:
         """Where a view begins in an array that is not longer, at run time."""
