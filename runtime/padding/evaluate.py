@@ -694,8 +694,8 @@ def _spread(size: int, dilation: int) -> int:
 
 
 def _around(size: int, inner: int, window: int, step: int, low: int, made: int) -> tuple[int, int]:
-    """The padding of a dimension, of which what follows is neutral, that makes so many results."""
-    return low, (made - 1) * step + window - low - _spread(size, inner)
+    """The padding of a dimension, of which what follows is neutral, that makes at least so many results."""
+    return low, max(0, (made - 1) * step + window - low - _spread(size, inner))
 
 
 @_rule(*_WINDOWS, "reduce_window")
@@ -741,8 +741,11 @@ def _select_and_gather(equation: _Equation, arrays: list[Any]) -> Any:
 def _select_and_scatter(equation: _Equation, arrays: list[Any]) -> Any:
     source, array = arrays
     neutral = _selected_last(equation, array.dtype)
-    padding = _window_padding(equation.params, array.shape, source.shape)
+    params = equation.params
+    padding = _window_padding(params, array.shape, source.shape)
     source = equation.fill(source, 0, _changing(equation.dims(0)), 0)
+    around = zip(array.shape, padding, params["window_dimensions"], params["window_strides"], strict=True)
+    source = fit(source, [(n + low + high - window) // step + 1 for n, (low, high), window, step in around])
     return equation.bind(source, equation.fill(array, 1, _changing(equation.dims(1)), neutral), padding=padding)
 
 
