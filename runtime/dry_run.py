@@ -13,8 +13,7 @@ import torch
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.manifest import Journal, Outcome
 from torchtpu.runtime.ir.program import Base, Program
-from torchtpu.runtime.padding.grow import RuleOf, grow
-from torchtpu.runtime.padding.layout import Fixed
+from torchtpu.runtime.padding.layout import Layouts, Refused
 from torchtpu.runtime.partition.split import ends_of_runs, split
 from torchtpu.runtime.spmd.groups import ordered, split_by_group
 from torchtpu.runtime.spmd.host_calls import number_of
@@ -50,11 +49,10 @@ class Rehearsal:
         counters: Counters,
         line: Any,
         collectives: Collectives,
-        rule_of: RuleOf,
         *,
         answers: bool,
     ) -> None:
-        self._rule_of = rule_of
+        self._layouts = Layouts()
         self._collectives = collectives
         self.counters = counters
         self._journal = journal
@@ -85,12 +83,14 @@ class Rehearsal:
         plan.ready(Rehearsed(_outputs(program), [call.args[1] for call in calls]))
 
     def _made_of(self, program: Program, before: Any) -> list[Program]:
-        """What an engine would make of a program: one with room, or parts, where sizes keep changing."""
+        """What an engine would make of a program: a padded one, or parts, where sizes keep changing."""
         if before is None:
+            self._layouts.note(program)
             return [program]
         try:
-            return [grow(program, before.program, self._rule_of).program]
-        except Fixed:
+            return [self._layouts.pad(program, [before.program], lambda padded: None).program]
+        except Refused:
+            self._layouts.note(program)
             ends = ends_of_runs(program, before.program)
             return [part.program for part in split(program, ends)] if ends else [program]
 

@@ -39,9 +39,8 @@ from .ir.manifest import Journal, Outcome, Recorded
 from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
 from .lowering.fragments import Fragments
-from .padding.arrays import Padded, download
-from .padding.grow import Grown, RuleOf, grow
-from .padding.layout import Fixed
+from .padding.arrays import PaddedExecutable, download
+from .padding.layout import Layouts, Padded, check_unequal
 from .partition.clusters import Clusters
 from .partition.split import ends_of_runs, split
 from .spmd.builder import Joints
@@ -61,8 +60,7 @@ class Engine:
     `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors (see `Memory`). A
     `journal` hears of every program and of what became of it; `observers`, a list that may change, hear of each program
     and launch, `planned` of each region's program.
-    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
-    `rule_of` what becomes of an op where sizes grow.
+    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Engine:
         planned: Callable[[Program], Any] = lambda program: None,
         collectives: Collectives | None = None,
         is_structural: IsStructural = lambda *_: False,
-        rule_of: RuleOf = lambda name: None,
         fleet: Fleet | None = None,
     ) -> None:
         self._observers = observers
@@ -92,7 +89,6 @@ class Engine:
         self.counters = counters
         self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"), fleet=fleet)
         self._knob = knob
-        self._rule_of = rule_of
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
         self.fragments = Fragments(
@@ -133,8 +129,9 @@ class Engine:
             return Recovery(self.fragments, counters, self._builder.executables, launch, may_run_again)
 
         self._executor = Executor(self.client, counters, knob, memory, fitting, recovery, observers)
-        # What runs a program with room, while some length of it is known.
-        self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
+        self._layouts = Layouts()
+        # What runs a padded program, while some size of it is known.
+        self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.launch
         self.is_prompt = self._executor.is_prompt
 
@@ -209,17 +206,19 @@ class Engine:
             self._make(plan, itertools.chain([following], ways), failed)
 
     def _ways(self, plan: Any, program: Program, failed: list[tuple[str, Exception]]) -> Iterator[Way]:
-        """The ways to run a region, best first: with room (see `growth`), in parts, and plain. Where nothing may be
-        compiled, what another process gave room to, or did not, serves too."""
+        """The ways to run a region, best first: padded (see `padding`), in parts, and plain. Where nothing may be
+        compiled, what another process padded, or did not, serves too."""
         device, before = plan.device, plan.before
-        grown = None if before is None else self._grow(program, before.program, failed)
-        if grown is not None:
-            if (grown.program, device) not in self._rooms:
-                with self.counters.bailouts.attempt("note of a room", program.line):
+        padded = None if before is None else self._pad(program, [before.program])
+        if padded is not None:
+            if (padded.program, device) not in self._padded:
+                with self.counters.bailouts.attempt("note of sizes", program.line):
                     self.plans.note_outgrown(before.program)
-            yield "room", functools.partial(self._with_room, grown, device)
+            yield "padding", functools.partial(self._with_padding, padded, device)
+        with self.counters.bailouts.attempt("note of sizes", program.line):
+            self._layouts.note(program)
         try:
-            ends = ends_of_runs(program, before.program) if grown is None and before is not None else []
+            ends = ends_of_runs(program, before.program) if padded is None and before is not None else []
             parts = Clusters(split(program, ends), sys.maxsize) if ends else self._clusters(program)
         except Exception as error:  # noqa: BLE001 -- the plain form serves as well
             parts = None
@@ -228,10 +227,10 @@ class Engine:
             yield "clusters", functools.partial(self._form, program, parts, device)
         yield "", functools.partial(self._form, program, None, device)
         if self._knob("policy") == "frozen":
-            for earlier in self.plans.outgrown(program):
-                other = self._grow(program, earlier, failed)
-                if other is not None:
-                    yield "room", functools.partial(self._with_room, other, device)
+            outgrown = self.plans.outgrown(program)
+            padded = self._pad(program, outgrown) if outgrown else None
+            if padded is not None:
+                yield "padding", functools.partial(self._with_padding, padded, device)
 
     def _form(self, program: Program, clusters: Clusters | None, device: int) -> Future[Any]:
         """A program as it is."""
@@ -243,18 +242,18 @@ class Engine:
         self._planned(program)
         return ready
 
-    def _with_room(self, grown: Grown, device: int) -> Future[Any]:
-        """What runs a program that has room."""
-        program, made = grown.program, Future[Any]()
-        known = self._rooms.get((program, device))
+    def _with_padding(self, padded: Padded, device: int) -> Future[Any]:
+        """What runs a padded program."""
+        program, made = padded.program, Future[Any]()
+        known = self._padded.get((program, device))
         if known is not None:
-            made.set_result(Padded(self.client, self.counters, grown, known))
+            made.set_result(PaddedExecutable(self.client, self.counters, padded, known))
             return made
 
         def tell(ready: Future[Any]) -> None:
             with failing(made.set_exception):
-                form = self._rooms[program, device] = ready.result()
-                made.set_result(Padded(self.client, self.counters, grown, form))
+                form = self._padded[program, device] = ready.result()
+                made.set_result(PaddedExecutable(self.client, self.counters, padded, form))
 
         self._form(program, self._clusters(program), device).add_done_callback(tell)
         return made
@@ -262,19 +261,30 @@ class Engine:
     def _clusters(self, program: Program) -> Clusters | None:
         return self.plans.clusters(program) if self._knob("clusters") else None
 
-    def _grow(self, program: Program, before: Program, failed: list[tuple[str, Exception]]) -> Grown | None:
-        """The program with room for what has grown since another one; None where it is better left as it is."""
+    def _pad(self, program: Program, others: Sequence[Program]) -> Padded | None:
+        """The program padded, with other sizes of it in view; None where it is better left as it is."""
+        if self._knob("debug_nans") != "off":  # what does not count may be NaN
+            return None
+
+        def check(padded: Padded) -> None:
+            ops = [op for op in padded.program.ops if op.padding is not None]
+            for op, (fragment, _) in zip(ops, self.fragments.find(ops), strict=True):
+                check_unequal(op, fragment.unequal, padded.numbers, program.ints)
+
         try:
-            grown = grow(program, before, self._rule_of)
-        except Fixed as error:
-            if "cluster" in self._knob("log"):
-                log.write(f"tpu: the region at {program.line} gets no room: {error}")
+            padded = self._layouts.pad(program, others, check)
+        except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
+            self._refuse(program, error)
             return None
-        except Exception as error:  # noqa: BLE001 -- the plain form serves as well
-            failed.append(("room", error))
-            return None
-        self.counters.regions_grown += 1
-        return grown
+        self.counters.regions_padded += 1
+        return padded
+
+    def _refuse(self, program: Program, error: BaseException) -> None:
+        """Notes why a program is not padded."""
+        cause = f"{error} (the region at {program.line})"
+        self.counters.not_padded(cause)
+        if "cluster" in self._knob("log"):
+            log.write(f"tpu: not padded: {cause}")
 
     def load(self, recorded: Iterable[Recorded], device: int = 0) -> list[Future[Loaded]]:
         """Asks for the programs of a manifest before anything needs them."""

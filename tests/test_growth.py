@@ -27,11 +27,11 @@ def same_on_both(loop: Callable[[str], list[Tensor]], **tolerances: float) -> tu
     torch.manual_seed(0)
     expected = loop("cpu")
     torch.manual_seed(0)
-    compiled, grown = counted("programs_compiled"), counted("regions_grown")
+    compiled, grown = counted("programs_compiled"), counted("regions_padded")
     found = loop("tpu")
     for e, f in zip(expected, found, strict=True):
         torch.testing.assert_close(f, e, **(tolerances or {"rtol": 2e-5, "atol": 2e-6}))
-    return counted("programs_compiled") - compiled, counted("regions_grown") - grown
+    return counted("programs_compiled") - compiled, counted("regions_padded") - grown
 
 
 # ---- one op that sees what grows
@@ -101,12 +101,15 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
+<<<<<<< HEAD
 NO_ROOM = {
     "place among all of columns", "all but the first", "flat", "joined with itself", "joined behind",
     "range in the middle", "sorted", "flipped", "variance", "causal attention of more queries",
 }  # fmt: skip
 
 
+=======
+>>>>>>> padding
 def put(x: Tensor) -> Tensor:
     x[-2] = 7.0
     x[:, 1] += 1
@@ -127,7 +130,7 @@ def test_an_op_on_what_grows_computes_what_the_cpu_computes(name: str) -> None:
             found.append(OPS[name](x).cpu())
         return found
 
-    assert (same_on_both(loop)[1] > 0) == (name not in NO_ROOM)
+    assert same_on_both(loop)[1] >= 8
 
 
 def test_a_cache_that_grows_is_a_program_for_each_room() -> None:
@@ -174,13 +177,17 @@ def test_what_grows_is_read_and_used_elsewhere_as_it_counts() -> None:
     assert counted("arrays_moved") > moved
 
 
-def test_two_sizes_that_change_get_no_room() -> None:
+def test_two_sizes_that_change_are_padded_both() -> None:
     def loop(device: str) -> list[Tensor]:
-        return [(torch.ones(n, 2 * n, device=device) * 3).sum(0).cpu() for n in range(3, 10)]
+        sizes = [(3, 7), (4, 9), (5, 6), (6, 12), (7, 3), (8, 5), (9, 11)]
+        return [((torch.ones(n, m, device=device) * 3).sum(0) + n).cpu() for n, m in sizes]
 
-    assert same_on_both(loop)[1] == 0
+    compiled, padded = same_on_both(loop)
+    assert padded >= 4
+    assert compiled <= 4
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("op", [Tensor.sum, Tensor.mean, Tensor.amax, Tensor.argmin, Tensor.softmax, Tensor.cumsum])
 def test_a_dimension_that_changes_with_the_sizes_is_no_size(op: Callable[..., Tensor]) -> None:
     def loop(device: str) -> list[Tensor]:
@@ -204,6 +211,9 @@ def test_integers_in_the_surplus_that_are_no_numbers_as_floats_change_nothing() 
 
 
 def test_where_an_op_has_no_room_the_others_are_shared() -> None:
+=======
+def test_where_an_op_cannot_be_padded_the_others_are_shared() -> None:
+>>>>>>> padding
     weights = torch.randn(12, 4, 4) / 2
 
     def loop(device: str) -> list[Tensor]:
@@ -212,15 +222,116 @@ def test_where_an_op_has_no_room_the_others_are_shared() -> None:
             x = torch.ones(4, 4, device=device)
             for layer in layers:
                 x = (x @ layer).tanh() * 2 + layer.sin()
-            seen = torch.cat([x, torch.ones(n, 4, device=device)]).mean(0)  # a mean over what grows
+            seen = torch.fft.fft(torch.cat([x, torch.ones(n, 4, device=device)]), dim=0).real.mean(0)
             for layer in layers:
                 x = (x @ layer).tanh() * 2 + seen
             found.append(x.cpu())
         return found
 
-    compiled, grown = same_on_both(loop, rtol=1e-4, atol=1e-5)
-    assert grown == 0
+    compiled, padded = same_on_both(loop, rtol=1e-4, atol=1e-5)
+    assert padded == 0
     assert compiled <= 2 + 2 + 8, "all of it for two lengths, then what stays in two parts, and a part for each length"
+    assert any("fft" in cause for cause in metrics.snapshot()["regions_not_padded"])
+
+
+# ---- what rules written for each op had wrong
+
+
+@pytest.mark.parametrize("name", ["argmax", "argmin"])
+def test_the_place_of_the_largest_of_all_is_where_it_is_in_what_counts(name: str) -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (40, 41, 42, 44, 47):
+            x = torch.randn(4, n).to(device)
+            found += [getattr(x, name)().cpu(), getattr(x.t() @ x, name)().cpu()]
+        return found
+
+    assert same_on_both(loop)[1] > 0
+
+
+@torch.no_grad()
+def test_causal_attention_of_more_queries_than_keys_computes_what_the_cpu_computes() -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (5, 6, 7, 9, 12):
+            query, key = torch.randn(1, 2, n + 8, 8).to(device), torch.randn(1, 2, n, 8).to(device)
+            found.append(F.scaled_dot_product_attention(query, key, key, is_causal=True).cpu())
+        return found
+
+    assert same_on_both(loop)[1] > 0
+
+
+@torch.no_grad()
+def test_attention_with_a_mask_that_grows_computes_what_the_cpu_computes() -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (5, 6, 7, 9, 12):
+            x, mask = torch.randn(1, 2, n, 8).to(device), torch.ones(n, n, dtype=torch.bool).tril().to(device)
+            found.append(F.scaled_dot_product_attention(x, x, x, attn_mask=mask).cpu())
+        return found
+
+    assert same_on_both(loop)[1] > 0
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "amin"])
+def test_an_argument_that_changes_with_the_sizes_is_no_error(name: str) -> None:
+    def loop(device: str) -> list[Tensor]:
+        made = [torch.ones(5 + i, 5 + i, 8, device=device) for i in range(4)]
+        return [getattr(x, name)(i % 2).cpu() for i, x in enumerate(made)]
+
+    same_on_both(loop)
+
+
+# ---- training
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = torch.nn.Embedding(11, 16), torch.nn.LayerNorm(16)
+        self.first, self.last = torch.nn.Linear(16, 48, bias=False), torch.nn.Linear(16, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        count, length, _ = x.shape
+        parts = self.first(self.norm(x)).chunk(3, -1)
+        query, key, value = (part.view(count, length, 2, 8).transpose(1, 2) for part in parts)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        logits: Tensor = self.last(x + seen.transpose(1, 2).reshape(count, length, 16))
+        return logits
+
+
+@pytest.mark.parametrize("changing", ["batch", "length", "both"])
+def test_training_where_sizes_change_compiles_four_programs(changing: str) -> None:
+    sizes = [(n if changing != "length" else 3, (7 * n) % 13 + 3 if changing == "both" else n) for n in range(5, 31)]
+    sizes = [(n, 10 if changing == "batch" else m) for n, m in sizes]
+
+    def loop(device: str) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = Attention().to(device)
+        optimizer, found = torch.optim.AdamW(model.parameters(), 1e-2), []
+        for size in sizes:
+            tokens = torch.randint(11, size).to(device)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach().cpu())
+        return [*found, *(p.detach().cpu() for p in model.parameters())]
+
+    compiled, padded = same_on_both(loop, rtol=2e-3, atol=2e-4)
+    assert compiled <= 4 + (changing == "both")
+    assert padded >= len(sizes) - 5
+
+
+def test_sizes_in_other_relations_than_before_are_padded_otherwise_or_not_at_all() -> None:
+    """The first lengths are twice one another, the later ones are not."""
+
+    def loop(device: str) -> list[Tensor]:
+        sizes = [(3, 6), (4, 8), (5, 10), (6, 12), (7, 11), (8, 8), (9, 5), (10, 20)]
+        return [(torch.ones(n, 4).to(device) @ torch.ones(4, m).to(device)).sum(1).cpu() for n, m in sizes]
+
+    assert same_on_both(loop)[1] > 0
 
 
 def test_nothing_grows_in_deterministic_mode_or_without_buckets() -> None:

@@ -99,12 +99,12 @@ def test_a_journal_tells_each_program_once_and_every_outcome(tmp_path: Path) -> 
         "{}\n",
         "[]\n",
         '{"format": "torchtpu manifest 0"}\n',
-        '{"format": "torchtpu manifest 1"}\n{}\n',
+        '{"format": "torchtpu manifest 2"}\n{}\n',
         '{"format": ' + "[" * 100_000,
-        '{"format": "torchtpu manifest 1"}\n' + "[" * 100_000,
-        '{"format": "torchtpu manifest 1"}\n{"program": Infinity}\n',
-        '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"Program": []}}}\n',
-        '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"dtype": "manual_seed"}}}\n',
+        '{"format": "torchtpu manifest 2"}\n' + "[" * 100_000,
+        '{"format": "torchtpu manifest 2"}\n{"program": Infinity}\n',
+        '{"format": "torchtpu manifest 2"}\n{"program": {"program": {"Program": []}}}\n',
+        '{"format": "torchtpu manifest 2"}\n{"program": {"program": {"dtype": "manual_seed"}}}\n',
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:

@@ -11,7 +11,6 @@ import functools
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchtpu import config, distributed, growth_rules
+from torchtpu import config, distributed
 from torchtpu.api import fallback
 from torchtpu.compile import flex
 from torchtpu.distributed.chips import rank_environment
@@ -28,7 +27,6 @@ from torchtpu.ops.registry import Row
 from torchtpu.runtime import _C
 from torchtpu.runtime.device.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.device.process_group import Fleet
-from torchtpu.runtime.padding.grow import Rule
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
@@ -233,7 +231,6 @@ def start() -> None:
     _lazy.served = _C.register_ops(_ops())
     composed.install()
     flex.install()
-    growth_rules.install()
     _C.set_engine(_lazy)
     register_optimizer_step_post_hook(_mark_step)
     if config.get("max_steps"):
@@ -272,7 +269,7 @@ def _ops() -> list[Row]:
     where = "tpu" if config.get("target") else {"gpu": "cuda"}.get(platform(), platform())
     only = {name: entry for (name, place), entry in ops.PLATFORM_LOWERINGS.items() if place == where}
     table = {**only, **ops.LOWERINGS}
-    return [entry.row(grows=growth_rules.rule_of(entry.name) is not None) for entry in table.values()]
+    return [entry.row() for entry in table.values()]
 
 
 _LIMITS = ("max_region_ops", "max_region_bytes", "max_in_flight", "max_trie_nodes", "max_programs")
@@ -332,12 +329,11 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
     journal = Journal(config.get("journal")) if config.get("journal") else None
     if journal is not None:
         atexit.register(lambda: journal.note(fallbacks=fallback.cpu_fallback_counts()))
-    rule_of = functools.partial(_rule_of, lazy.served)
     if config.get("reads") != "run":
         if journal is None:
             raise RuntimeError("TORCHTPU_READS is for `torchtpu warm`, which collects programs: use its option --reads")
         answers = config.get("reads") == "standin"
-        return Rehearsal(journal, lazy.counters, _C.current_line, collectives, rule_of, answers=answers)
+        return Rehearsal(journal, lazy.counters, _C.current_line, collectives, answers=answers)
     lazy.recompilations = Recompilations()
     return Engine(
         platform=platform(),
@@ -356,14 +352,8 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         planned=lazy.recompilations.note,
         collectives=collectives,
         is_structural=_is_structural,
-        rule_of=rule_of,
         fleet=fleet,
     )
-
-
-def _rule_of(served: Mapping[str, str], name: str) -> Rule | None:
-    """What becomes of an op, by its recorded name, where sizes grow."""
-    return growth_rules.rule_of(served.get(name, name))
 
 
 def _is_structural(op: str, argument: str, value: float) -> bool:

@@ -39,9 +39,9 @@ from torchtpu.runtime.ir.program import Base, Lifted, Op, Program
 from torchtpu.runtime.ir.values import operands
 from torchtpu.runtime.lowering import fingerprint
 from torchtpu.runtime.lowering.emit import Aval, Check, Module, lower
-from torchtpu.runtime.lowering.fragments import Fragments
+from torchtpu.runtime.lowering.fragments import EVALUATION, Fragments
 from torchtpu.runtime.lowering.views import Digit
-from torchtpu.runtime.padding.grow import skeleton
+from torchtpu.runtime.padding.layout import skeleton
 from torchtpu.runtime.partition.clusters import Clusters, Places, cut_out, may_have_clusters, search
 from torchtpu.runtime.telemetry.counters import Counters
 
@@ -168,6 +168,7 @@ class Plans:
             "platform": self._fragments.platform,
             "lowerings": lowerings,
             "emission": fingerprint.of_modules(*modules),
+            "padding": fingerprint.of_modules(EVALUATION) if any(op.padding for op in program.ops) else "",
         }
         return Key.of(kind, parts)
 

@@ -20,7 +20,7 @@ from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.ir.values import roots_of
 from torchtpu.runtime.lowering.emit import failed_aval
 from torchtpu.runtime.lowering.views import fits
-from torchtpu.runtime.padding.arrays import Padded, RoomyArray, without_room
+from torchtpu.runtime.padding.arrays import PaddedArray, PaddedExecutable, without_surplus
 from torchtpu.runtime.spmd.groups import Pieces
 from torchtpu.runtime.spmd.host_calls import HostCall
 from torchtpu.runtime.spmd.regions import Core, Joint
@@ -150,7 +150,7 @@ class Executor:
         """Whether launching the work takes no time but the program's: no other rank, no memory and no compile is waited
         for, and nothing has to be made."""
         executable = work.executable
-        while isinstance(executable, Padded):
+        while isinstance(executable, PaddedExecutable):
             executable = executable.executable
         if isinstance(executable, Ladder):
             executable = executable.prompt_form()
@@ -166,12 +166,12 @@ class Executor:
         if work.stopped_by is not None and not isinstance(executable, (HostCall, Joint, Pieces, Core)):
             self._roll_back(work, work.stopped_by)
             return
-        if isinstance(executable, Padded):
+        if isinstance(executable, PaddedExecutable):
             with _Caught(work, self._recover):
                 self.launch(executable.work(work), executable.executable)
             return
-        if RoomyArray.exist:
-            work = without_room(self._client, self._counters, work)
+        if PaddedArray.exist:
+            work = without_surplus(self._client, self._counters, work)
         if isinstance(executable, HostCall):
             self._call(work)
         elif isinstance(executable, (Joint, Pieces)):
@@ -191,7 +191,7 @@ class Executor:
 
     def _as_recorded(self, work: Any) -> Any:
         work = getattr(work, "recorded", work)
-        return without_room(self._client, self._counters, work) if RoomyArray.exist else work
+        return without_surplus(self._client, self._counters, work) if PaddedArray.exist else work
 
     def _run_alone(self, work: Any, executable: Any) -> None:
         """Launches a program that no other rank takes part in, whole or in parts."""

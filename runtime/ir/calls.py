@@ -61,6 +61,9 @@ def parameters(op: Op) -> tuple[str, list[Parameter]]:
     found: list[Parameter] = []
     for argument in op.args:
         _describe(argument, key, found)
+    if op.padding is not None:
+        key.append(f" padding {op.padding.bounds} {op.padding.reads} {op.padding.made}")
+        found += op.padding.counts
     return ",".join(key), found
 
 

@@ -5,6 +5,7 @@ granted; ValueError, and no other error, where it says something else.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -72,6 +73,14 @@ def bits(value: Any, count: int) -> int:
     return integer(int(digits, 16), 0, (1 << count) - 1)
 
 
+def expression(value: Any) -> str:
+    """An expression of sizes a to h, as jax writes them: sums and products, powers, quotients, the larger or smaller."""
+    found = text(value)
+    if len(found) > 500 or not _EXPRESSION.fullmatch(found):
+        raise ValueError(f"{_short(value)} is no expression of sizes")
+    return found
+
+
 def error_class(module: Any, name: Any) -> type[Exception]:
     """The class of errors of that name in a module that is loaded; none is imported for it."""
     found: Any = sys.modules.get(text(module))
@@ -83,6 +92,7 @@ def error_class(module: Any, name: Any) -> type[Exception]:
 
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
+_EXPRESSION = re.compile(r"(?:floordiv|mod|max|min|[a-h](?!\w)|\^\d{1,2}(?!\d)|(?<![\d^])\d{1,18}(?!\d)|[-+*](?!\*)|[(), ])+")
 
 
 def _short(value: Any) -> str:

@@ -46,11 +46,12 @@ def _is_apart(row: list[Op], homes: dict[int | None, int]) -> bool:
 
 
 def _elements(op: Op) -> list[Op]:
-    """The op for each element of its lists; none where there are fewer than two, or where two are one storage."""
+    """The op for each element of its lists; none where there are fewer than two, two are one storage,
+    or what counts of them is not all."""
     count = next((len(argument) for argument in op.args if type(argument) is tuple), 0)
     written = [_element(op.args[write.arg], write.element or 0).value for write in op.writes]
     kept = [value for value in written if value is not None]
-    if count < 2 or len(set(kept)) < len(kept):
+    if count < 2 or len(set(kept)) < len(kept) or op.padding is not None:
         return []
     return [
         dataclasses.replace(

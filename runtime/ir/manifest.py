@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checked import MOST_INT, MOST_RANK, boolean, fields, integer, integers, items, parsed, text
-from .program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from .checked import MOST_INT, MOST_RANK, boolean, expression, fields, integer, integers, items, parsed, text
+from .program import Base, Lifted, Op, Operand, Padding, Part, Program, Random, Result, Scalar, Symbolic, Write
 
-FORMAT = "torchtpu manifest 1"
-_CLASSES = {c.__name__: c for c in (Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write)}
+FORMAT = "torchtpu manifest 2"
+_KEPT = (Base, Lifted, Op, Operand, Padding, Part, Program, Random, Result, Scalar, Symbolic, Write)
+_CLASSES = {kept.__name__: kept for kept in _KEPT}
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 _VALUES: dict[str, dict[str, Any]] = {
     name: {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is kind}
@@ -32,6 +33,7 @@ _VALUES: dict[str, dict[str, Any]] = {
 _MOST_LINE_BYTES = 2**30
 _MOST_LIFTED = 2**24
 _MOST_VALUE = 2**31
+_MOST_VARIABLES = 8
 
 
 class ManifestError(ValueError):
@@ -216,12 +218,20 @@ class _Decoder:
         return Program(made, bases, tuple(outputs), donations, self._floats, self._ints, text(line))
 
     def _op(self, value: Any) -> Op:
-        name, args, results, writes, line, precision = _content(value, "Op", 6)
+        name, args, results, writes, line, precision, padding = _content(value, "Op", 7)
         arguments = tuple([self._argument(item) for item in items(args)])
         made = tuple([self._results(item) for item in items(results)])
         written = tuple([self._write(item, arguments) for item in items(writes)])
         how = None if precision is None else text(precision)
-        return Op(text(name), arguments, made, written, text(line), how)
+        return Op(text(name), arguments, made, written, text(line), how, self._padding(padding))
+
+    def _padding(self, value: Any) -> Padding | None:
+        if value is None:
+            return None
+        counts, bounds, reads, made = _content(value, "Padding", 4)
+        numbers = tuple([self._lifted(*_content(count, "Lifted", 2)) for count in items(counts, most=_MOST_VARIABLES)])
+        limits = tuple([integers(bound, count=3) for bound in items(bounds, len(numbers))])
+        return Padding(numbers, limits, tuple(map(_part, items(reads))), tuple(map(_part, items(made))))
 
     def _argument(self, value: Any) -> Any:
         kind = type(value)
@@ -242,6 +252,8 @@ class _Decoder:
             return Scalar(found, _named("dtype", dtype), boolean(is_wrapped))
         if name == "Lifted":
             return self._lifted(*items(content, 2))
+        if name == "Symbolic":
+            return Symbolic(expression(*items(content, 1)))
         if name == "Random":
             seed, offset = (self._lifted(*_content(item, "Lifted", 2)) for item in items(content, 2))
             return Random(seed, offset)
@@ -331,6 +343,30 @@ def _content(value: Any, name: str, count: int) -> list[Any]:
     if found != name:
         raise ValueError(f"a {name} was expected")
     return items(content, count)
+
+
+def _part(value: Any) -> Part | None:
+    """What a padded array has of a tensor."""
+    if value is None:
+        return None
+    sizes, shape, factors, ranges, dims = _content(value, "Part", 5)
+    taken = [items(item, 3) for item in items(ranges, most=MOST_RANK)]
+    return Part(
+        _sizes(sizes),
+        _sizes(shape),
+        _sizes(factors),
+        tuple([(_size(start), _size(count), integer(step, -MOST_INT)) for start, count, step in taken]),
+        None if dims is None else tuple([integers(dim, 0, MOST_RANK) for dim in items(dims, most=MOST_RANK)]),
+    )
+
+
+def _sizes(value: Any) -> tuple[int | str, ...]:
+    return tuple(map(_size, items(value, most=MOST_RANK)))
+
+
+def _size(value: Any) -> int | str:
+    """A size, or an expression of the variables of an op's padding."""
+    return expression(value) if type(value) is str else integer(value, -MOST_INT)
 
 
 def _base(value: Any) -> Base:

@@ -87,6 +87,43 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Symbolic:
+    """An int argument that is an expression of the variables of the op's `Padding`."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a tensor of `sizes` takes of an array of `shape`, which is longer in memory: all of it where `dims` is None.
+
+    Else the array is reshaped to `factors`, `ranges[k]` (start, count, step) is taken of factor k, and `dims[d]` are
+    the factors that dimension d runs over (see `box.Box`). An int that changes is an expression, as text.
+    """
+
+    sizes: tuple[int | str, ...]
+    shape: tuple[int | str, ...]
+    factors: tuple[int | str, ...] = ()
+    ranges: tuple[tuple[int | str, int | str, int], ...] = ()
+    dims: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How an op computes on arrays that are longer than what counts of them.
+
+    Variables a, b, ... of its sizes are the run-time ints `counts`, between the (least, most) of their `bounds`, whose
+    third number is how long a dimension of that size is in memory. `reads` has a part for each tensor argument in
+    turn, `made` for each array that the op makes; None where that is as it is recorded.
+    """
+
+    counts: tuple[Lifted, ...]
+    bounds: tuple[tuple[int, int, int], ...]
+    reads: tuple[Part | None, ...]
+    made: tuple[Part | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One recorded op.
 
@@ -94,7 +131,8 @@ class Op:
     for a random op whose schema has no generator).  An argument is None, a plain Python value, a torch.dtype, a
     `Lifted`, `Scalar`, `Random` or `Operand`, or a tuple of these.  `results` follow the returns: None where a return
     aliases an argument, is undefined or is no tensor; a tuple for a list of tensors.  `precision` is that of
-    `torch.set_float32_matmul_precision` at the call, for an op whose result depends on it.
+    `torch.set_float32_matmul_precision` at the call, for an op whose result depends on it.  With `padding`, arrays are
+    longer than what counts of them; ints that change are `Symbolic`.
     """
 
     name: str
@@ -103,6 +141,7 @@ class Op:
     writes: tuple[Write, ...]
     line: str
     precision: str | None = None
+    padding: Padding | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,4 +76,5 @@ def rewrite(
     args = tuple(map(argument, op.args))
     results = tuple(map(result, op.results))
     writes = tuple(replace(w, value=make(w.value), offset=offset(w.offset)) for w in op.writes)
-    return replace(op, args=args, results=results, writes=writes)
+    padding = op.padding and replace(op.padding, counts=tuple(map(lift, op.padding.counts)))
+    return replace(op, args=args, results=results, writes=writes, padding=padding)

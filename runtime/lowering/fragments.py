@@ -26,6 +26,7 @@ from .tracing import Fragment, Tracer, explained
 
 _BATCH = 128  # ops traced in one module
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$-]*")
+EVALUATION = "torchtpu.runtime.padding.evaluate"  # what an op with padding is traced with; it imports jax
 
 
 class Fragments:
@@ -173,6 +174,7 @@ class Fragments:
             "platform": self.platform,
             "lowering": fingerprint.of_function(entry.function, self._lowerings.context),
             "tracing": fingerprint.of_modules(*self._tracing),
+            "padding": fingerprint.of_modules(EVALUATION) if " padding " in key else "",
         }
         return Key.of("fragment", parts)
 
@@ -185,7 +187,7 @@ def _encode(fragment: Fragment) -> bytes:
 
 def _decode(data: bytes, op: Op) -> Fragment:
     """The fragment that `_encode` was given, for this op; ValueError where it cannot be so."""
-    symbol, body, used, forwards, signature, checks = fields(parsed(data), Fragment._fields)
+    symbol, body, used, forwards, signature, checks, unequal = fields(parsed(data), Fragment._fields)
     count, made = len(parameters(op)[1]), len(results_of(op))
     taken = integers(used, 0, count - 1)
     passed = tuple([None if i is None else integer(i, 0, count - 1) for i in items(forwards, made)])
@@ -194,4 +196,5 @@ def _decode(data: bytes, op: Op) -> Fragment:
     if not (_SYMBOL.fullmatch(text(symbol)) and (f"@{symbol}(" in text(body) or not body)):
         raise ValueError("a function of another name")
     found = tuple([(text(m), error_class(module, name)) for m, module, name in (items(c, 3) for c in items(checks))])
-    return Fragment(symbol, body, taken, passed, text(signature), found)
+    conditions = tuple([expression(item) for item in items(unequal)])
+    return Fragment(symbol, body, taken, passed, text(signature), found, conditions)

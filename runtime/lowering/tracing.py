@@ -6,6 +6,7 @@ costs more than a lowering. Its text is then taken apart into the functions of e
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.ir.calls import Entry, Parameter, bind, full_name, parameters, results_of, schema_of
-from torchtpu.runtime.ir.program import Lifted, Op, Operand, Random, Scalar
+from torchtpu.runtime.ir.calls import Entry, Parameter, bind, full_name, parameters, results_of, schema_of, written
+from torchtpu.runtime.ir.program import Lifted, Op, Operand, Part, Random, Scalar, Symbolic, Write
 from torchtpu.runtime.ir.types import tensor_type
 
 _MOST_TRACED = 2048  # ops, of which jax keeps some 4 kB each
@@ -25,7 +26,8 @@ class Fragment(NamedTuple):
     """A private function and how to call it.
 
     `used` are the positions of the array parameters it takes; `forwards[i]` is the parameter that result i simply is;
-    `signature` is the call's type; `checks` are the messages of the i1 results that follow the op's own.
+    `signature` is the call's type; `checks` are the messages of the i1 results that follow the op's own. Where the op
+    has padding, it is right where none of the expressions `unequal` of its variables is 0.
     """
 
     symbol: str
@@ -34,6 +36,7 @@ class Fragment(NamedTuple):
     forwards: tuple[int | None, ...]
     signature: str
     checks: tuple[tuple[str, type[Exception]], ...]
+    unequal: tuple[str, ...] = ()
 
     @property
     def is_call(self) -> bool:
@@ -55,7 +58,10 @@ class Tracer:
         """A fragment per op; the error of a lowering names its op and line."""
         import jax
 
-        traces = [_Trace(op, entry, self._context, self._platform, watched) for op, entry in ops]
+        traces = [
+            (_Trace if op.padding is None else _PaddedTrace)(op, entry, self._context, self._platform, watched)
+            for op, entry in ops
+        ]
         with self._client.tracing():
             inner = [jax.jit(trace.function(f"torchtpu_op_{i}")) for i, trace in enumerate(traces)]
 
@@ -89,31 +95,41 @@ class _Trace:
         self._op = op
         self._entry = entry
         self._results = tuple((r.sizes, r.dtype) for r in results_of(op))
-        self._context = context(entry.name, platform, self._results, op.precision)
+        self._context = context(entry.name, platform, self._sizes_of_results(), op.precision)
         _, self.parameters = parameters(op)
+
+    def _sizes_of_results(self) -> tuple[tuple[tuple[Any, ...], torch.dtype], ...]:
+        """What the lowering is to return."""
+        return self._results
+
+    def _unequal(self) -> tuple[str, ...]:
+        return ()
 
     def function(self, name: str) -> Callable[..., list[Any]]:
         """The lowering as a function of arrays alone, with its results as recorded and then its checks."""
 
         def traced(*arrays: Any) -> list[Any]:
             try:
-                made = self._call(iter(arrays))
-                if self._watched != "off":
-                    self._watch(arrays, made)
-                return made + [ok for ok, _, _ in self._context.checks]
+                return self._outputs(arrays)
             except Exception as error:
                 raise explained(self._op, error) from error
 
         traced.__name__ = name
         return traced
 
-    def _call(self, given: Iterator[Any]) -> list[Any]:
+    def _outputs(self, arrays: Sequence[Any]) -> list[Any]:
+        made = self._call(iter(arrays))
+        made = [_as_recorded(m, *aval) for m, aval in zip(made, self._results, strict=True)]
+        if self._watched != "off":
+            self._watch(arrays, made)
+        return made + [ok for ok, _, _ in self._context.checks]
+
+    def _call(self, given: Iterator[Any], size_of: Callable[[str], Any] | None = None) -> list[Any]:
         schema = schema_of(self._op.name)
-        positional, named = bind(schema, [_rebuild(a, given) for a in self._op.args])
+        positional, named = bind(schema, [_rebuild(a, given, size_of) for a in self._op.args])
         if self._entry.takes_context:
             named["ctx"] = self._context
-        made = _align(self._entry.function(*positional, **named), self._op, schema)
-        return [_as_recorded(m, *aval) for m, aval in zip(made, self._results, strict=True)]
+        return _align(self._entry.function(*positional, **named), self._op, schema)
 
     def _watch(self, given: Sequence[Any], made: Sequence[Any]) -> None:
         """Checks that the op makes no NaN (or Inf) of arguments that have none."""
@@ -143,7 +159,54 @@ class _Trace:
         text = _canonical({**functions, root: (head, body)}, root)
         symbol = f"{_NO_NAME.sub('_', self._entry.name)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
         signature = f"({', '.join(ins[n] for n in used)}) -> ({', '.join(outs)})"
-        return Fragment(symbol, text.replace("@0", f"@{symbol}"), used, forwards, signature, checks)
+        return Fragment(symbol, text.replace("@0", f"@{symbol}"), used, forwards, signature, checks, self._unequal())
+
+
+class _PaddedTrace(_Trace):
+    """An op on arrays that are longer than what counts of them: its lowering is traced with symbolic sizes."""
+
+    def _sizes_of_results(self) -> tuple[tuple[tuple[Any, ...], torch.dtype], ...]:
+        from torchtpu.runtime.padding.evaluate import Symbols
+
+        assert self._op.padding is not None
+        self._padding = self._op.padding
+        self._symbols = Symbols(self._padding.bounds)
+        made = zip(results_of(self._op), self._padding.made, strict=True)
+        return tuple((r.sizes if part is None else self._symbols.sizes(part.sizes), r.dtype) for r, part in made)
+
+    def _unequal(self) -> tuple[str, ...]:
+        return self._symbols.unequal()
+
+    def _outputs(self, arrays: Sequence[Any]) -> list[Any]:
+        reads = iter(self._padding.reads)
+        parts = [next(reads) if isinstance(p, Operand) else None for p in self.parameters]
+        count = len(self._padding.counts)
+        made = self._symbols.evaluate(
+            functools.partial(self._symbolic, parts), parts[: len(parts) - count], arrays, [r[0] for r in self._results]
+        )
+        assert len(made) == len(self._results) + len(self._context.checks)
+        return made
+
+    def _symbolic(self, parts: Sequence[Part | None], *arrays: Any) -> list[Any]:
+        """The op's results on arrays with symbolic sizes, each as the array that holds it, and its checks."""
+        symbols = self._symbols
+        views = [a if part is None else symbols.read(a, part) for a, part in zip(arrays, parts, strict=False)]
+        made = self._call(iter(views), symbols.size)
+        held = []
+        for array, target, (sizes, dtype), part in zip(
+            made, results_of(self._op), self._context.results, self._padding.made, strict=True
+        ):
+            new = _cast(symbols.checked(array, sizes), dtype)
+            if part is None:
+                held.append(new)
+                continue
+            old = None
+            if isinstance(target, Write):
+                operand = written(self._op, target)
+                if operand.value is not None:
+                    old = next(a for a, p in zip(arrays, self.parameters, strict=False) if p is operand)
+            held.append(symbols.write(old, new, part))
+        return held + [ok for ok, _, _ in self._context.checks]
 
 
 def _canonical(functions: dict[str, tuple[str, str]], root: str) -> str:
@@ -172,7 +235,7 @@ _SYMBOL = re.compile(r"(?<!custom_call )@([\w.$-]+)")
 _NO_NAME = re.compile(r"[^0-9A-Za-z_]")
 
 
-def _rebuild(value: Any, given: Iterator[Any]) -> Any:
+def _rebuild(value: Any, given: Iterator[Any], size_of: Callable[[str], Any] | None = None) -> Any:
     """An argument as the lowering gets it, with the traced arrays in its place."""
     import jax.numpy as jnp
 
@@ -180,11 +243,14 @@ def _rebuild(value: Any, given: Iterator[Any]) -> Any:
     if kind is Operand or kind is Lifted:
         return next(given)
     if kind is tuple or kind is list:
-        return [_rebuild(item, given) for item in value]
+        return [_rebuild(item, given, size_of) for item in value]
     if kind is Random:
         return next(given).astype(jnp.uint64), next(given)
     if kind is Scalar:
         return _number(value, next(given) if type(value.value) is Lifted else None)
+    if kind is Symbolic:
+        assert size_of is not None
+        return size_of(value.text)
     return value
 
 
@@ -223,6 +289,12 @@ def _as_recorded(made: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     array = jnp.asarray(made)
     if array.shape != shape:
         raise TypeError(f"the lowering returned shape {array.shape} instead of {shape}")
+    return _cast(array, dtype)
+
+
+def _cast(array: Any, dtype: torch.dtype) -> Any:
+    import jax.numpy as jnp
+
     if jnp.issubdtype(array.dtype, jnp.complexfloating) and not dtype.is_complex:
         array = array.real
     if dtype == torch.float8_e4m3fn and jnp.issubdtype(array.dtype, jnp.floating):

@@ -1,7 +1,7 @@
-"""Arrays with room: in comes a launch of a program whose sizes have grown, out goes one of its form with room.
+"""Arrays that are longer than what counts of them, and the launches that are given such.
 
-What is made with room stays so, and is given to later launches as it is. Whoever needs it as it counts, a read or a
-program without room, takes a copy through the host; so does an array that gets room, or more of it. Both are counted.
+What a padded program makes stays as long as it is, and is given to later launches as it is. Whoever needs what counts
+alone, a read or another program, takes a copy through the host; so does an array that gets a surplus, or more of it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.telemetry.counters import Counters
 
-from .grow import Grown
+from .layout import Padded
 
 Shape = tuple[int, ...]
 
 
-class RoomyArray:
+class PaddedArray:
     """A device array of which only the first `shape` counts."""
 
     exist = False  # whether any was ever made
@@ -27,7 +27,7 @@ class RoomyArray:
     __slots__ = ("array", "counting", "shape")
 
     def __init__(self, array: Any, shape: Shape) -> None:
-        RoomyArray.exist = True
+        PaddedArray.exist = True
         self.array = array
         self.shape = shape
         self.counting: Any = None  # an array of what counts, once somebody needed it
@@ -44,30 +44,30 @@ class RoomyArray:
 
 def download(client: Client, array: Any) -> torch.Tensor:
     """What counts of an array, on the host; waits for it."""
-    if not isinstance(array, RoomyArray):
+    if not isinstance(array, PaddedArray):
         return client.download(array)
     return client.download(array.array)[tuple(map(slice, array.shape))].contiguous()
 
 
-def without_room(client: Client, counters: Counters, work: Any) -> Any:
+def without_surplus(client: Client, counters: Counters, work: Any) -> Any:
     """A work whose arrays are what counts of the given one's."""
-    return _Counting(client, counters, work) if any(isinstance(a, RoomyArray) for a in work.inputs()) else work
+    return _Counting(client, counters, work) if any(isinstance(a, PaddedArray) for a in work.inputs()) else work
 
 
-class Padded:
-    """What a plan is given whose program has room: `executable` runs it."""
+class PaddedExecutable:
+    """What a plan is given whose program is padded: `executable` runs it."""
 
-    def __init__(self, client: Client, counters: Counters, grown: Grown, executable: Any) -> None:
+    def __init__(self, client: Client, counters: Counters, padded: Padded, executable: Any) -> None:
         self.executable = executable
-        self.program = grown.program
-        self.outputs = grown.outputs
+        self.program = padded.program
+        self.outputs = padded.outputs
         self._client = client
         self._counters = counters
-        self._inputs = grown.inputs
-        self._numbers = torch.tensor(grown.numbers, dtype=torch.int64) if grown.numbers else None
+        self._inputs = padded.inputs
+        self._numbers = torch.tensor(padded.numbers, dtype=torch.int64) if padded.numbers else None
 
     def work(self, work: Any) -> PaddedWork:
-        """What the program with room is launched with."""
+        """What the padded program is launched with."""
         return PaddedWork(work, self)
 
     def ints(self, given: torch.Tensor | None) -> torch.Tensor | None:
@@ -77,27 +77,30 @@ class Padded:
         return torch.cat([given, self._numbers])
 
     def arrays(self, given: list[Any], device: int) -> list[Any]:
-        """A launch's arrays, with room where the program has it."""
+        """A launch's arrays, as long as the program has them."""
         made = list(given)
         for i, array in enumerate(given):
             if i in self._inputs:
-                made[i] = self._with_room(array, self.program.inputs[i].shape, device)
+                made[i] = self._padded(array, self.program.inputs[i].shape, device)
+            elif isinstance(array, PaddedArray):
+                made[i] = self._client.upload(download(self._client, array), device)
+                self._counters.arrays_moved += 1
         return made
 
-    def _with_room(self, array: Any, shape: Shape, device: int) -> Any:
+    def _padded(self, array: Any, shape: Shape, device: int) -> Any:
         if array is None:  # it failed
             return None
-        if isinstance(array, RoomyArray) and tuple(array.array.aval.shape) == shape:
+        if isinstance(array, PaddedArray) and tuple(array.array.aval.shape) == shape:
             return array.array
         values = download(self._client, array)
-        room = torch.zeros(shape, dtype=values.dtype)
-        room[tuple(map(slice, values.shape))] = values
+        padded = torch.zeros(shape, dtype=values.dtype)
+        padded[tuple(map(slice, values.shape))] = values
         self._counters.arrays_moved += 1
-        return self._client.upload(room, device)
+        return self._client.upload(padded, device)
 
 
 class _Counting:
-    """What a launch asks of a work, without room."""
+    """What a launch asks of a work, without surplus."""
 
     def __init__(self, client: Client, counters: Counters, work: Any) -> None:
         self._client = client
@@ -108,24 +111,24 @@ class _Counting:
         return getattr(self._work, name)
 
     def inputs(self) -> list[Any]:
-        return [self._counting(a) if isinstance(a, RoomyArray) else a for a in self._work.inputs()]
+        return [self._counting(a) if isinstance(a, PaddedArray) else a for a in self._work.inputs()]
 
-    def _counting(self, roomy: RoomyArray) -> Any:
-        if roomy.counting is None:
+    def _counting(self, padded: PaddedArray) -> Any:
+        if padded.counting is None:
             self._counters.arrays_moved += 1
-            roomy.counting = self._client.upload(download(self._client, roomy), self._work.device)
-        return roomy.counting
+            padded.counting = self._client.upload(download(self._client, padded), self._work.device)
+        return padded.counting
 
 
 class PaddedWork:
-    """What a launch asks of a work, for the form with room."""
+    """What a launch asks of a work, for a padded program."""
 
-    def __init__(self, work: Any, padded: Padded) -> None:
+    def __init__(self, work: Any, executable: PaddedExecutable) -> None:
         self._work = work
-        self._padded = padded
-        self.executable = padded.executable
-        self.program: Program = padded.program
-        self.ints = padded.ints(work.ints)
+        self._padded = executable
+        self.executable = executable.executable
+        self.program: Program = executable.program
+        self.ints = executable.ints(work.ints)
         self._arrays: list[Any] | None = None
 
     @property
@@ -144,6 +147,6 @@ class PaddedWork:
     def done(self, arrays: list[Any], guards: list[Any]) -> None:
         made = list(arrays)
         for k, shape in self._padded.outputs.items():
-            made[k] = RoomyArray(made[k], shape)
+            made[k] = PaddedArray(made[k], shape)
         self._arrays = None
         self._work.done(made, guards)

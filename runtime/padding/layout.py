@@ -1,109 +1,699 @@
-"""Room: in come the geometries of arrays and of views into them, out go those where some dimensions are longer."""
+"""Layouts: in come programs of the same ops and other sizes, out goes one program of longer arrays for all of them.
+
+Every int of a program that may be a size, or follow from one, is a *slot*: the dimensions of arrays, what a view takes
+of its array, ints among the arguments. The slots of several programs of the same outline are compared: one that does
+not change is a constant, one that does is a variable, or an expression of the variables found before it. Each program
+that is to run in this form has *all* its slots compared with their expressions: that they were guessed from a few
+programs decides how often the form is of use, never whether it is right.
+
+    x: f32[5, 4] ... f32[9, 4]      the slots of x are a, 4
+    x[1:]                           takes a - 1 of a, from 1 on
+    x.reshape(-1)                   4*a elements
+    a is 9, its room 32             x lies in f32[32, 4], and 9 is a run-time number
+
+What an op makes of longer arrays is the business of `evaluate`.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from torchtpu.runtime.ir.program import Base, Lifted, Operand, Result, Write
+from torchtpu.runtime.ir.calls import results_of, schema_of, written
+from torchtpu.runtime.ir.program import (
+    Base,
+    Lifted,
+    Op,
+    Operand,
+    Padding,
+    Part,
+    Program,
+    Result,
+    Scalar,
+    Symbolic,
+    Write,
+)
+from torchtpu.runtime.ir.values import operands
+from torchtpu.runtime.lowering.strided_access import find_box
 
-_LEAST = 32
+_LEAST_ROOM = 32
 _WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
+_LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
+_LEAST_BUCKET = 8  # sizes of a compiled graph are powers of two from here on
+_MOST_VARIABLES = 6
+_MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same room
+_MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
+_FEWEST_SAMPLES = 3
+_MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest of those
+_FEWEST_RECENT = 4
+_MOST_OUTLINES = 256
+_MOST_TEMPLATES = 4  # of one outline
+_NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
+_DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
-View = Operand | Write | Result
-Shape = tuple[int, ...]
+
+class Refused(Exception):
+    """What a program computes on longer arrays is not known: the message says why."""
 
 
-class Fixed(Exception):
-    """What a program computes with room is not known: the message says why."""
+class Bound(NamedTuple):
+    """A variable's least and largest value, and how long a dimension of its size is in memory."""
+
+    least: int
+    most: int
+    room: int
+
+
+class Size(NamedTuple):
+    """`(constant + the sum of factor * the product of (name + offset)) // divisor + after`."""
+
+    terms: tuple[tuple[int, tuple[tuple[str, int], ...]], ...]
+    constant: int = 0
+    divisor: int = 1
+    after: int = 0
+
+    def value(self, values: Mapping[str, int]) -> int:
+        """What it is, given what the variables are."""
+        total = self.constant
+        for factor, names in self.terms:
+            total += factor * math.prod(values[name] + offset for name, offset in names)
+        return total // self.divisor + self.after
+
+    def capacity(self, bounds: Mapping[str, Bound]) -> int:
+        """How long a dimension of this size is in memory: what `evaluate.Sizes.capacity` says of the same size."""
+        most = self.constant
+        if not self.variables <= bounds.keys():
+            raise Refused("a size that may be none")
+        for factor, names in self.terms:
+            ends = ([bounds[n].least + offset, bounds[n].most + offset] for n, offset in names)
+            products = [factor * math.prod(chosen) for chosen in itertools.product(*ends)]
+            most += max(products)
+        most = most // self.divisor + self.after
+        if all(factor > 0 and all(offset >= 0 for _, offset in names) for factor, names in self._products()):
+            rooms = {name: bound.room for name, bound in bounds.items()}
+            constant = self.constant if self.divisor == 1 else 0
+            constant += sum(f * math.prod(offset for _, offset in names) for f, names in self.terms) * (
+                self.divisor == 1
+            )
+            most = max(most, self.value(rooms) - self.after - constant)
+        return most
+
+    def _products(self) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:
+        """The terms; those of one variable alone may have any offset, which is a constant."""
+        for factor, names in self.terms:
+            yield factor, () if len(names) == 1 else names
+
+    def text(self, name_of: Callable[[str], str]) -> str:
+        """As `jax.export.symbolic_shape` reads it."""
+        words = []
+        for factor, names in self.terms:
+            product = [f"({name_of(n)} + {offset})" if offset else name_of(n) for n, offset in names]
+            words.append("*".join(([str(factor)] if factor != 1 else []) + product))
+        text = " + ".join(words + ([str(self.constant)] if self.constant else []))
+        if self.divisor != 1:
+            text = f"floordiv({text}, {self.divisor})"
+        return f"{text} + {self.after}" if self.after else text
+
+    @property
+    def variables(self) -> set[str]:
+        return {name for _, names in self.terms for name, _ in names}
+
+
+Leaf = Any  # a slot: an int or a `Size`; None in an outline that only says what programs have in common
 
 
 def room_for(size: int) -> int:
     """The length of the room for so many elements."""
     doubled = 1 << (size - 1).bit_length()
     step = doubled // 8
-    return max(_LEAST, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
+    return max(_LEAST_ROOM, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
 
 
-def row_major(shape: Sequence[int]) -> Shape:
+def _least_in(room: int) -> int:
+    """The fewest elements that get this room."""
+    if room <= _LEAST_ROOM:
+        return _LEAST_SIZE
+    doubled = 1 << (room - 1).bit_length()
+    return (doubled // 2 if doubled <= _WIDEST_DOUBLING else room - doubled // 8) + 1
+
+
+@functools.lru_cache(maxsize=8192)
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array."""
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def with_room(base: Base, axes: Sequence[int], room: int) -> Base:
-    """The array whose dimensions `axes` are as long as the room."""
-    return base._replace(shape=tuple(room if a in axes else n for a, n in enumerate(base.shape)))
+# ---- outlines
 
 
-def axis_of(view: View, dim: int) -> int | None:
-    """The array's dimension that a view's dimension runs over; None where it runs over several or none."""
-    steps = row_major(view.base.shape)
-    found = [a for a, n in enumerate(view.base.shape) if n > 1 and steps[a] == view.strides[dim]]
-    return found[0] if found and view.sizes[dim] <= view.base.shape[found[0]] else None
+class _View(NamedTuple):
+    """A tensor over an array of `shape`: all of it where `box` is None, else factors, ranges and dims of a `Box`.
+
+    Where `strides` is not None, it lies at a run-time offset.
+    """
+
+    shape: tuple[Leaf, ...]
+    sizes: tuple[Leaf, ...]
+    box: tuple[Any, ...] | None
+    strides: tuple[Leaf, ...] | None
+    about: tuple[Any, ...]
 
 
-def length_of(view: Operand | Write, dim: int) -> int:
-    """How long a view's dimension may be; 0 where that is not known."""
-    axis = axis_of(view, dim)
-    if axis is None or isinstance(view.offset, Lifted) or view.dtype.itemsize != view.base.dtype.itemsize:
-        return 0
-    return view.base.shape[axis] - view.offset // view.strides[dim] % view.base.shape[axis]
+class _Number(NamedTuple):
+    """A number that is no dtype's and no tensor's: `of` says what else there is of it."""
+
+    value: Leaf
+    of: tuple[Any, ...]
 
 
-class _Segment(NamedTuple):
-    """Dimensions of an array that are `size` indices together, `unit` elements apart, and `unit_with_room` where there
-    is room: one that grows, or neighbours that do not."""
-
-    unit: int
-    size: int
-    unit_with_room: int
-    grows: bool
+class _Call(NamedTuple):
+    name: str
+    precision: str | None
+    args: tuple[Any, ...]
+    made: tuple[_View, ...]
+    about: tuple[Any, ...]
 
 
-class Room(NamedTuple):
-    """Dimensions `axes` of an array of `shape` are as long as the room."""
+class Outline(NamedTuple):
+    """A program without what its slots are."""
 
-    shape: Shape
-    axes: Sequence[int]
-    length: int
+    inputs: tuple[tuple[Leaf, ...], ...]
+    calls: tuple[_Call, ...]
+    about: tuple[Any, ...]
 
-    def digits(self, offset: int) -> list[int]:
-        """Where an element lies, in numbers that are the same in the array with room."""
-        return [offset // s.unit % s.size for s in self._segments()]
 
-    def offset(self, digits: Sequence[int]) -> int:
-        """The offset of an element in the array with room."""
-        return sum(d * s.unit_with_room for d, s in zip(digits, self._segments(), strict=True))
+def outline(program: Program, slot: Callable[[int], Leaf]) -> Outline:
+    """The program's outline, each slot in turn replaced by what `slot` makes of it; Refused where a view has none."""
+    inputs = tuple(tuple(map(slot, base.shape)) for base in program.inputs)
+    calls = tuple(_call(op, slot) for op in program.ops)
+    dtypes = tuple(base.dtype for base in program.inputs)
+    return Outline(inputs, calls, (dtypes, program.outputs, program.donated, program.floats, program.ints))
 
-    def view(self, view: View, dims: Sequence[int], offset: int) -> tuple[Shape, Shape]:
-        """The sizes and strides in the array with room of a view whose dimensions `dims` have grown."""
-        segments, spans, strides = self._segments(), self.digits(offset), []
-        for dim, (size, stride) in enumerate(zip(view.sizes, view.strides, strict=True)):
-            place = next((k for k in reversed(range(len(segments))) if segments[k].unit <= stride), None)
-            if place is None:  # a stride of 0
-                strides.append(stride)
-                continue
-            segment = segments[place]
-            step, rest = divmod(stride, segment.unit)
-            if size > 1 and (rest or (segment.grows and dim in dims and (step != 1 or spans[place]))):
-                raise Fixed("a view across what grows")
-            strides.append(step * segment.unit_with_room)
-            spans[place] += step * (size - 1)
-        if any(span >= segment.size for span, segment in zip(spans, segments, strict=True)):
-            raise Fixed("a view across what grows")
-        return tuple(self.length if d in dims else n for d, n in enumerate(view.sizes)), tuple(strides)
 
-    def _segments(self) -> list[_Segment]:
-        """The innermost first."""
-        made: list[_Segment] = []
-        unit = unit_with_room = 1
-        for axis in reversed(range(len(self.shape))):
-            size, grows = self.shape[axis], axis in self.axes
-            if made and not made[-1].grows and not grows:
-                made[-1] = made[-1]._replace(size=made[-1].size * size)
+def slots_of(program: Program) -> tuple[Outline, list[int]]:
+    """What programs of the same ops have in common, and the slots in which they differ."""
+    slots: list[int] = []
+    return outline(program, slots.append), slots
+
+
+def _call(op: Op, slot: Callable[[int], Leaf]) -> _Call:
+    args = tuple(_argument(argument, slot) for argument in op.args)
+    made = tuple(
+        _view(m.base, m.sizes, m.strides, getattr(m, "offset", 0), slot, (m.value, m.dtype)) for m in results_of(op)
+    )
+    kinds = tuple(r if r is None else type(r).__name__ for r in op.results)
+    writes = tuple((w.arg, w.element, w.value, w.replaces) for w in op.writes)
+    return _Call(op.name, op.precision, args, made, (kinds, writes))
+
+
+def _argument(given: Any, slot: Callable[[int], Leaf]) -> Any:
+    kind = type(given)
+    if kind is Operand:
+        about = given.value, given.dtype
+        return _view(given.base, given.sizes, given.strides, given.offset, slot, about, is_zero=given.value is None)
+    if kind is tuple or kind is list:
+        return tuple(_argument(item, slot) for item in given)
+    if kind is int:
+        return _Number(slot(given), ())
+    if kind is Scalar:
+        if type(given.value) is int:
+            return _Number(slot(given.value), (given.dtype, given.wrapped))
+        return ("scalar", repr(given.value), given.dtype, given.wrapped)
+    return (kind.__name__, repr(given))
+
+
+def _view(
+    base: Base,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int | Lifted,
+    slot: Callable[[int], Leaf],
+    about: tuple[Any, ...],
+    *,
+    is_zero: bool = False,
+) -> _View:
+    whole = tuple(map(slot, sizes))
+    if is_zero:  # zeros of any shape
+        return _View(whole, whole, None, None, (*about, base.dtype))
+    shape = tuple(map(slot, base.shape))
+    if type(offset) is Lifted:
+        return _View(shape, whole, None, tuple(map(slot, strides)), (*about, base.dtype, offset))
+    assert isinstance(offset, int)
+    if sizes == base.shape and offset == 0 and _is_dense(sizes, strides):
+        return _View(shape, whole, None, None, (*about, base.dtype))
+    if 0 in sizes or 0 in base.shape:
+        raise Refused("an empty view")
+    found = find_box(base.shape, sizes, strides, offset)
+    if found is None:
+        raise Refused("a view that is no box of its array")
+    ranges = tuple((slot(r.start), slot(r.taken), r.step) for r in found.ranges)
+    box = tuple(map(slot, found.factors)), ranges, found.dims
+    return _View(shape, whole, box, None, (*about, base.dtype, found.is_whole))
+
+
+@functools.lru_cache(maxsize=8192)
+def _is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return all(n == 1 or s == t for n, s, t in zip(sizes, strides, row_major(sizes), strict=True))
+
+
+# ---- which expression a slot is
+
+
+class _Fit:
+    """Guesses what the slots of several programs are, from a column each: what it is in each of the programs."""
+
+    def __init__(self, programs: int) -> None:
+        self.variables: dict[str, tuple[int, ...]] = {}
+        self._programs = programs
+        self._known: dict[tuple[int, ...], Leaf] = {}
+
+    def of(self, column: tuple[int, ...], *, is_input: bool) -> Leaf:
+        """What the slot is: an int, or a size, if need be that of a new variable."""
+        if column.count(column[0]) == self._programs:
+            return column[0]
+        if column not in self._known:
+            self._known[column] = self._fit(column, is_input=is_input) or self._variable(column)
+        return self._known[column]
+
+    def _variable(self, column: tuple[int, ...]) -> Size:
+        if len(self.variables) == _MOST_VARIABLES:
+            raise Refused("too many sizes change")
+        name = "abcdefgh"[len(self.variables)]
+        self.variables[name] = column
+        return Size(((1, ((name, 0),)),))
+
+    def _fit(self, column: tuple[int, ...], *, is_input: bool) -> Size | None:
+        for name, values in self.variables.items():
+            found = _line(name, values, column)
+            # That one input is so and so much longer than another may be chance.
+            if found and (not is_input or found.constant == 0 or (found.terms[0][0] == 1 and abs(found.constant) < 8)):
+                return found
+        if is_input:
+            return None
+        return self._sum(column) or self._product(column) or self._quotient(column)
+
+    def _sum(self, column: tuple[int, ...]) -> Size | None:
+        for (x, xs), (y, ys) in itertools.combinations(self.variables.items(), 2):
+            rest = {v - p - q for v, p, q in zip(column, xs, ys, strict=True)}
+            if len(rest) == 1:
+                return Size(((1, ((x, 0),)), (1, ((y, 0),))), rest.pop())
+        return None
+
+    def _product(self, column: tuple[int, ...]) -> Size | None:
+        atoms = [(name, 0, values) for name, values in self.variables.items()]
+        for size in list(self._known.values()):
+            if isinstance(size, Size) and len(size.terms) == 1 and size.divisor == 1 and size.constant:
+                factor, names = size.terms[0]
+                if factor == 1 and len(names) == 1:
+                    (name, _), values = names[0], self.variables[names[0][0]]
+                    atoms.append((name, size.constant, tuple(v + size.constant for v in values)))
+        for count in (2, 3):
+            for chosen in itertools.combinations_with_replacement(atoms[:8], count):
+                products = [math.prod(row) for row in zip(*(values for _, _, values in chosen), strict=True)]
+                factor, rest = divmod(column[0], products[0]) if products[0] else (0, 1)
+                if not rest and factor and all(v == factor * p for v, p in zip(column, products, strict=True)):
+                    return Size(((factor, tuple((name, offset) for name, offset, _ in chosen)),))
+        return None
+
+    def _quotient(self, column: tuple[int, ...]) -> Size | None:
+        for (name, values), divisor in itertools.product(self.variables.items(), _DIVISORS):
+            for constant in range(divisor):
+                rest = {v - (x + constant) // divisor for v, x in zip(column, values, strict=True)}
+                if len(rest) == 1:
+                    return Size(((1, ((name, 0),)),), constant, divisor, rest.pop())
+        return None
+
+
+def _line(name: str, values: Sequence[int], column: Sequence[int]) -> Size | None:
+    """`factor * name + constant`, if that is what the column is."""
+    low, high = min(range(len(values)), key=values.__getitem__), max(range(len(values)), key=values.__getitem__)
+    factor, rest = divmod(column[high] - column[low], values[high] - values[low])
+    constant = column[low] - factor * values[low]
+    if rest or factor == 0 or any(v != factor * x + constant for v, x in zip(column, values, strict=True)):
+        return None
+    if factor < 0 and len(set(values)) < 3:
+        return None
+    return Size(((factor, ((name, 0),)),), constant)
+
+
+# ---- programs of longer arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A program of longer arrays. After its own run-time ints it takes `numbers`; `inputs` and `outputs` are the
+    shapes that count, by place, of the arrays that are longer."""
+
+    program: Program
+    numbers: tuple[int, ...]
+    inputs: Mapping[int, tuple[int, ...]]
+    outputs: Mapping[int, tuple[int, ...]]
+
+
+class Template:
+    """The form that programs of one outline have in common. Raises Refused where they have none."""
+
+    def __init__(self, shared: Outline, samples: Sequence[Sequence[int]]) -> None:
+        self._shared = shared
+        fit = _Fit(len(samples))
+        inputs = sum(map(len, shared.inputs))
+        self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(zip(*samples, strict=True))]
+        if not fit.variables:
+            raise Refused("no size changes")
+        if all(_is_bucket(value) for values in fit.variables.values() for value in values):
+            raise Refused("sizes that are buckets already")
+        self._homes = {name: self._slots.index(Size(((1, ((name, 0),)),))) for name in fit.variables}
+        self._sizes = {slot for slot in self._slots if isinstance(slot, Size)}
+        # What was a size that arrays do not have: a place, which needs no room.
+        self._places = {name for name, values in fit.variables.items() if min(values) < _LEAST_SIZE}
+        self._behind = {name: self._longest(name) for name in fit.variables if name not in self._places}
+        self._limits: dict[str, int] | None = None
+        self._programs: dict[tuple[Bound, ...], _Made] = {}
+
+    def pad(self, program: Program, slots: Sequence[int]) -> Padded:
+        """The program in this form; Refused where a slot is not what it is in this form."""
+        values = {name: slots[place] for name, place in self._homes.items()}
+        found = {size: size.value(values) for size in self._sizes}
+        for slot, value in zip(self._slots, slots, strict=True):
+            if (found[slot] if isinstance(slot, Size) else slot) != value:
+                raise Refused(f"{value} does not follow from the sizes {', '.join(map(str, values.values()))}")
+        if self._limits is None:
+            self._limits = dict(_limits_of(self._outline(program)))
+        bounds = {name: self._bound(name, values[name]) for name in self._behind}
+        key = tuple(bounds.values())
+        if key not in self._programs:
+            self._programs[key] = _Maker(program, self._outline(program), bounds).make()
+        made = self._programs[key]
+        inputs = {i: program.inputs[i].shape for i in made.inputs}
+        shapes = {~i: base.shape for i, base in enumerate(program.inputs)}
+        shapes.update((m.value, m.base.shape) for op in program.ops for m in results_of(op))
+        outputs = {k: shapes[program.outputs[k]] for k in made.outputs}
+        return Padded(made.program, tuple(size.value(values) for size in made.numbers), inputs, outputs)
+
+    def _outline(self, program: Program) -> Outline:
+        slots = iter(self._slots)
+        return outline(program, lambda _: next(slots))
+
+    def _longest(self, name: str) -> int:
+        """By how many elements a size is longer than the variable, where they share their room."""
+        alike = [size.constant for size in self._sizes if size.terms == ((1, ((name, 0),)),) and size.divisor == 1]
+        return max([0, *(constant for constant in alike if constant <= _MOST_BEHIND)])
+
+    def _bound(self, name: str, value: int) -> Bound:
+        behind = self._behind[name]
+        if value < _LEAST_SIZE:
+            raise Refused(f"a size of {value}")
+        room = room_for(value + behind)
+        most = min(room - behind, (self._limits or {}).get(name, room))
+        return Bound(max(_LEAST_SIZE, _least_in(room) - behind), most, min(room, most + behind))
+
+
+def _limits_of(value: Any) -> Iterator[tuple[str, int]]:
+    """The most that variables are: how much there is of what a view takes a part of."""
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for view in _views_of(value):
+        factors, ranges, _ = view.box or ((), (), ())
+        for factor, (start, taken, step) in zip(factors, ranges, strict=True):
+            if isinstance(factor, int) and isinstance(start, int) and isinstance(taken, Size):
+                (multiple, names), *more = taken.terms
+                if multiple == step == taken.divisor == len(names) == 1 and not more:
+                    found[names[0][0]].append(factor - start - taken.constant - taken.after - names[0][1])
+    yield from ((name, min(limits)) for name, limits in found.items())
+
+
+def _views_of(value: Any) -> Iterator[_View]:
+    if isinstance(value, _View):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _views_of(item)
+
+
+def _is_bucket(size: int) -> bool:
+    return size >= _LEAST_BUCKET and size & (size - 1) == 0
+
+
+class Layouts:
+    """The templates, and the programs that they are made of. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._recent: deque[Program] = deque()
+        self._templates: dict[Outline, list[Template]] = {}
+
+    def note(self, program: Program) -> None:
+        """Keeps a program for a while: others of the same ops may follow."""
+        with self._lock:
+            self._recent.append(program)
+            while sum(len(p.ops) for p in self._recent) > _MOST_RECENT_OPS and len(self._recent) > _FEWEST_RECENT:
+                self._recent.popleft()
+
+    def pad(self, program: Program, others: Sequence[Program], check: Callable[[Padded], None]) -> Padded:
+        """The padded form of a program, as programs of the same ops had it, or as these, and those of the same ops that
+        were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
+        shared, slots = slots_of(program)
+        with self._lock:
+            known = self._templates.setdefault(shared, [])
+            error: Exception = Refused("no other sizes of it are known")
+            for make in (*(functools.partial(_same, t) for t in known), *self._makers(program, shared, slots, others)):
+                try:
+                    template = make()
+                    padded = template.pad(program, slots)
+                    check(padded)
+                except Exception as raised:  # noqa: BLE001 -- another form may do
+                    error = raised
+                    continue
+                self._templates[shared] = [template, *(t for t in known if t is not template)][:_MOST_TEMPLATES]
+                return padded
+            if len(self._templates) > _MOST_OUTLINES:
+                del self._templates[next(iter(self._templates))]
+            raise error
+
+    def _makers(
+        self, program: Program, shared: Outline, slots: list[int], others: Sequence[Program]
+    ) -> Iterator[Callable[[], Template]]:
+        """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
+        samples = [slots]
+        for other in [*others, *reversed(self._recent)]:
+            if len(samples) < _MOST_SAMPLES and _has_same_ops(other, program):
+                outlined, found = _slots_of_other(other)
+                if outlined == shared and found not in samples:
+                    samples.append(found)
+        for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES))):
+            if count > 1:
+                yield functools.partial(Template, shared, samples[:count])
+
+
+def _same(template: Template) -> Template:
+    return template
+
+
+def _slots_of_other(program: Program) -> tuple[Outline | None, list[int]]:
+    try:
+        return slots_of(program)
+    except Refused:
+        return None, []
+
+
+def _has_same_ops(one: Program, other: Program) -> bool:
+    return len(one.ops) == len(other.ops) and all(a.name == b.name for a, b in zip(one.ops, other.ops, strict=True))
+
+
+def skeleton(program: Program) -> str:
+    """What programs have in common that differ in sizes alone."""
+    ops = [(op.name, [o.value for o in operands(op)], [made.value for made in results_of(op)]) for op in program.ops]
+    return hashlib.sha256(repr(ops).encode()).hexdigest()
+
+
+def check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], first: int) -> None:
+    """Refuses an op that was traced for sizes of which none of these expressions, as jax writes them, is 0, where one
+    is; `numbers` are the run-time ints from the `first` on."""
+    counts = () if op.padding is None else op.padding.counts
+    values = dict(zip("abcdefgh", (numbers[count.index - first] for count in counts), strict=False))
+    functions = {"floordiv": int.__floordiv__, "mod": int.__mod__, "max": max, "min": min}
+    for expression in expressions:
+        found = eval(expression.replace("^", "**"), {"__builtins__": {}, **functions}, values)  # noqa: S307 -- see `checked`
+        if found == 0:
+            raise Refused(f"{op.name} where {expression} is 0")
+
+
+class _Made(NamedTuple):
+    program: Program
+    numbers: tuple[Size, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class _Maker:
+    """Makes the program of longer arrays; the outline has the expressions of the slots."""
+
+    def __init__(self, program: Program, shared: Outline, bounds: Mapping[str, Bound]) -> None:
+        self._program, self._shared, self._bounds = program, shared, bounds
+        self._numbers: dict[Size, Lifted] = {}
+
+    def make(self) -> _Made:
+        program = self._program
+        ops = tuple(itertools.starmap(self._op, zip(program.ops, self._shared.calls, strict=True)))
+        inputs = tuple(self._base(base, dims) for base, dims in zip(program.inputs, self._shared.inputs, strict=True))
+        made = replace(program, ops=ops, inputs=inputs, ints=program.ints + len(self._numbers))
+        shapes = {~i: dims for i, dims in enumerate(self._shared.inputs)}
+        for op, call in zip(program.ops, self._shared.calls, strict=True):
+            shapes.update((m.value, view.shape) for m, view in zip(results_of(op), call.made, strict=True))
+        longer = [i for i, dims in enumerate(self._shared.inputs) if _has_size(dims)]
+        outputs = [k for k, value in enumerate(program.outputs) if _has_size(shapes[value])]
+        return _Made(made, tuple(self._numbers), tuple(longer), tuple(outputs))
+
+    def number(self, size: Size) -> Lifted:
+        """The run-time int of this value."""
+        if size not in self._numbers:
+            self._numbers[size] = Lifted("i", self._program.ints + len(self._numbers))
+        return self._numbers[size]
+
+    def _op(self, op: Op, call: _Call) -> Op:
+        if not _has_size(call):
+            return op
+        targets = [written(op, write).value for write in op.writes]
+        if len(set(targets)) < len(targets):
+            raise Refused(f"{op.name} writes twice into one array")
+        made = _PaddedOp(self)
+        kinds = [str(argument.type) for argument in schema_of(op.name).arguments]
+        args = tuple(
+            made.argument(given, outlined, is_number=i < len(kinds) and kinds[i] in _NUMBERS)
+            for i, (given, outlined) in enumerate(zip(op.args, call.args, strict=True))
+        )
+        views = {id(m): view for m, view in zip(results_of(op), call.made, strict=True)}
+        parts = tuple(made.part(view) if _is_longer(view) else None for view in call.made)
+        results = tuple(self._result(result, views) for result in op.results)
+        writes = tuple(self._write(write, views[id(write)]) for write in op.writes)
+        if not made.names.keys() <= self._bounds.keys():
+            raise Refused(f"a number that changes: an argument of {op.name}")
+        if not any(made.reads) and not any(parts) and not made.names:
+            return replace(op, args=args, results=results, writes=writes)
+        bounds = tuple(tuple(self._bounds[name]) for name in made.names)
+        counts = tuple(self.number(Size(((1, ((name, 0),)),))) for name in made.names)
+        padding = Padding(counts, bounds, tuple(made.reads), parts)
+        return replace(op, args=args, results=results, writes=writes, padding=padding)
+
+    def _result(self, result: Any, views: Mapping[int, _View]) -> Any:
+        if isinstance(result, tuple):
+            return tuple(self._result(item, views) for item in result)
+        if not isinstance(result, Result) or not _is_longer(views[id(result)]):
+            return result
+        if result.dtype != result.base.dtype:
+            raise Refused("a result of other elements than its array")
+        base = self._base(result.base, views[id(result)].shape)
+        return replace(result, sizes=base.shape, strides=row_major(base.shape), base=base)
+
+    def _write(self, write: Write, view: _View) -> Write:
+        if not _is_longer(view):
+            return replace(write, offset=self.offset(view)) if _has_size(view) else write
+        if write.replaces and not view.about[-1] and view.box is not None:
+            raise Refused("a write that leaves out elements")
+        if write.dtype != write.base.dtype or view.strides is not None:
+            raise Refused("a write at a place that changes, or of other elements")
+        base = self._base(write.base, view.shape)
+        return replace(write, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base, replaces=True)
+
+    def offset(self, view: _View) -> Lifted:
+        """Where a view begins in an array that is not longer, at run time."""
+        assert view.box is not None
+        factors, ranges, _ = view.box
+        terms, constant, weight = [], 0, math.prod(factors)
+        for factor, (start, _, _) in zip(factors, ranges, strict=True):
+            weight //= factor
+            if not isinstance(start, Size):
+                constant += weight * start
+            elif start.divisor == 1:
+                terms += [(weight * f, names) for f, names in start.terms]
+                constant += weight * (start.constant + start.after)
             else:
-                made.append(_Segment(unit, size, unit_with_room, grows))
-            unit *= size
-            unit_with_room *= self.length if grows else size
-        return made
+                raise Refused("a view at a place that is a quotient")
+        return self.number(Size(tuple(terms), constant))
+
+    def _base(self, base: Base, dims: Sequence[Leaf]) -> Base:
+        return base._replace(shape=self.shape(dims)) if _has_size(dims) else base
+
+    def shape(self, dims: Sequence[Leaf]) -> tuple[int, ...]:
+        """How long dimensions are in memory."""
+        return tuple(dim.capacity(self._bounds) if isinstance(dim, Size) else dim for dim in dims)
+
+
+class _PaddedOp:
+    """One op on longer arrays: its variables have names of their own, in the order in which they appear."""
+
+    def __init__(self, maker: _Maker) -> None:
+        self.names: dict[str, str] = {}
+        self.reads: list[Part | None] = []
+        self._maker = maker
+
+    def argument(self, given: Any, outlined: Any, *, is_number: bool) -> Any:
+        """An argument of the op on longer arrays; notes what it reads of them."""
+        if isinstance(given, Operand):
+            return self._operand(given, outlined)
+        if isinstance(given, (tuple, list)):
+            items = zip(given, outlined, strict=True)
+            return tuple(self.argument(item, own, is_number=is_number) for item, own in items)
+        if isinstance(outlined, _Number) and isinstance(outlined.value, Size):
+            if isinstance(given, Scalar):
+                return replace(given, value=self._maker.number(outlined.value))
+            if is_number:
+                return self._maker.number(outlined.value)
+            return Symbolic(self.text(outlined.value))
+        return given
+
+    def part(self, view: _View) -> Part:
+        """A tensor over a longer array."""
+        factors, ranges, dims = view.box or ((), (), ())
+        return Part(
+            self._texts(view.sizes),
+            self._texts(view.shape),
+            self._texts(factors),
+            tuple((self.text(start), self.text(taken), step) for start, taken, step in ranges),
+            None if view.box is None else dims,
+        )
+
+    def text(self, leaf: Leaf) -> int | str:
+        """A slot as text, or as an int where it does not change."""
+        if not isinstance(leaf, Size):
+            assert isinstance(leaf, int)
+            return leaf
+        return leaf.text(lambda name: self.names.setdefault(name, "abcdefgh"[len(self.names)]))
+
+    def _texts(self, leaves: Sequence[Leaf]) -> tuple[int | str, ...]:
+        return tuple(map(self.text, leaves))
+
+    def _operand(self, given: Operand, view: _View) -> Operand:
+        if not _has_size(view):
+            self.reads.append(None)
+            return given
+        if not _is_longer(view):
+            self.reads.append(None)
+            return replace(given, offset=self._maker.offset(view))
+        if view.strides is not None:
+            raise Refused("a view at a place that changes")
+        if given.dtype.itemsize != given.base.dtype.itemsize:
+            raise Refused("a view of other elements")
+        self.reads.append(self.part(view))
+        base = Base(self._maker.shape(view.shape), given.base.dtype)
+        return replace(given, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base)
+
+
+def _is_longer(view: _View) -> bool:
+    """Whether a tensor, or the array that it lies in, is longer in memory; else it may begin at another place."""
+    if _has_size(view.shape) or _has_size(view.sizes) or view.strides is not None:
+        return _has_size(view)
+    factors, ranges, _ = view.box or ((), (), ())
+    return _has_size(factors) or any(_has_size(taken) for _, taken, _ in ranges)
+
+
+def _has_size(value: Any) -> bool:
+    if isinstance(value, Size):
+        return True
+    return isinstance(value, tuple) and any(map(_has_size, value))

@@ -10,6 +10,8 @@ from typing import Any
 
 from .bailouts import Bailouts
 
+_MOST_CAUSES = 100
+
 
 @dataclass
 class Counters:
@@ -19,7 +21,8 @@ class Counters:
     regions_clustered: int = 0
     regions_climbing: int = 0
     regions_fused: int = 0
-    regions_grown: int = 0
+    regions_padded: int = 0
+    regions_not_padded: dict[str, int] = field(default_factory=dict)  # by cause and line
     arrays_moved: int = 0
     programs_swept: int = 0
     variants_kept: int = 0
@@ -48,6 +51,11 @@ class Counters:
     out_of_memory: int = 0
     regions_taken_apart: int = 0
     bailouts: Bailouts = field(default_factory=Bailouts)
+
+    def not_padded(self, cause: str) -> None:
+        """A program whose sizes keep changing is compiled as it is."""
+        if cause in self.regions_not_padded or len(self.regions_not_padded) < _MOST_CAUSES:
+            self.regions_not_padded[cause] = self.regions_not_padded.get(cause, 0) + 1
 
     def snapshot(self) -> dict[str, Any]:
         """The totals as a plain dict."""

@@ -57,7 +57,7 @@ class Context:
         self.checks.append((jnp.all(ok), message, error))
 
 
-Row = tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool, bool]
+Row = tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class Lowering:
     maps: the op goes through lists in step: element i of a result depends on element i of each list, and on what is no
         list.
     repeats: called again with the same arguments, the op is computed again, and not before its turn.
-    elementwise: each element of a result follows from one element of each argument.
     """
 
     name: str
@@ -91,17 +90,15 @@ class Lowering:
     multiplies: bool = False
     maps: bool = False
     repeats: bool = False
-    elementwise: bool = False
 
     @functools.cached_property
     def takes_context(self) -> bool:
         return "ctx" in inspect.signature(self.function).parameters
 
-    def row(self, *, runs_once: bool = False, grows: bool = False) -> Row:
-        """What the recorder is told of the op; `runs_once` where it has an effect beside its results, `grows` where its
-        arrays may be longer than what counts of them."""
+    def row(self, *, runs_once: bool = False) -> Row:
+        """What the recorder is told of the op; `runs_once` where it has an effect beside its results."""
         facts = dict(self.structural), self.lifts, self.random, self.mutates
-        return self.name, *facts, self.infer is not None, self.ints, self.multiplies, runs_once, grows
+        return self.name, *facts, self.infer is not None, self.ints, self.multiplies, runs_once
 
 
 Register = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -174,7 +171,7 @@ def pointwise(*names: str, promote: str = "default", **facts: Any) -> Register:
             cast = lambda v: v if v is None or isinstance(v, (str, bool)) else as_dtype(v, compute)
             return function(*map(cast, args), **{k: v if k == "ctx" else cast(v) for k, v in kwargs.items()})
 
-        return lowering(*names, lifts=True, elementwise=True, **facts)(promoted)
+        return lowering(*names, lifts=True, **facts)(promoted)
 
     return register
 

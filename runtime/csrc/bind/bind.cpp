@@ -36,7 +36,6 @@ OpFacts read_facts(const py::tuple& row) {
   facts.ints = row[6].cast<std::vector<std::string>>();
   facts.multiplies = row[7].cast<bool>();
   facts.runs_once = row[8].cast<bool>();
-  facts.grows = row[9].cast<bool>();
   return facts;
 }
 

@@ -30,7 +30,6 @@ struct OpFacts {
   std::vector<std::string> ints;  // int arguments that may be lifted
   bool runs_once = false;         // it has an effect beside its results
   bool multiplies = false;        // its result depends on torch.set_float32_matmul_precision
-  bool grows = false;             // it may be computed on arrays that are longer than what counts of them
 };
 
 enum class ArgRole : uint8_t { kPlain, kDtype, kPlacement };  // kPlacement: layout, device, pin_memory, memory_format
@@ -52,7 +51,7 @@ struct OpInfo {
   std::vector<int> return_alias;  // per return: the argument it is, or -1
   int generator_arg = -1;
   int device_arg = -1;
-  bool lifts, random, has_infer, multiplies, runs_once, grows, has_optional_list = false, may_resize = false;
+  bool lifts, random, has_infer, multiplies, runs_once, has_optional_list = false, may_resize = false;
   bool is_foreach = false;  // bumps the version of each tensor it writes; for other ops a kernel above does
 };
 

@@ -273,67 +273,13 @@ bool is_same_call(const Node& a, const Node& b) {
   return true;
 }
 
-// Whether sizes are the same or differ by one step, which is noted.
-template <class T>
-bool has_grown(const T& now, const T& then, size_t count, int64_t& step) {
-  for (size_t i = 0; i < count; i++) {
-    if (now[i] == then[i]) continue;
-    if (step == 0) step = now[i] - then[i];
-    if (now[i] - then[i] != step) return false;
-  }
-  return true;
-}
-
-bool has_grown(const BaseRef& now, const BaseRef& then, int64_t& step) {
-  if (!now || !then) return now == then;
-  return now->shape.size() == then->shape.size() && has_grown(now->shape, then->shape, now->shape.size(), step);
-}
-
-bool has_other_sizes(const c10::SmallVectorImpl<int64_t>& a, const c10::SmallVectorImpl<int64_t>& b, size_t dims) {
-  return !std::equal(a.begin(), a.begin() + dims, b.begin());
-}
-
-// Whether an op's arguments and results keep their sizes, whatever arrays these are parts of.
-bool keeps_sizes(const Node& a, const Node& b) {
-  for (size_t i = 0; i < a.args.size(); i++) {
-    if (a.args[i].ints != b.args[i].ints) return false;
-    for (size_t e = 0; e < a.args[i].tensors.size(); e++) {
-      const TensorKey &x = a.args[i].tensors[e], &y = b.args[i].tensors[e];
-      if (has_other_sizes(x.geometry, y.geometry, x.geometry.size() / 2)) return false;
-    }
-  }
-  for (size_t i = 0; i < a.returns.size(); i++) {
-    if (a.returns[i].tensors.size() != b.returns[i].tensors.size()) return false;
-    for (size_t e = 0; e < a.returns[i].tensors.size(); e++) {
-      const TensorMeta &x = a.returns[i].tensors[e], &y = b.returns[i].tensors[e];
-      if (x.sizes.size() != y.sizes.size() || has_other_sizes(x.sizes, y.sizes, x.sizes.size())) return false;
-    }
-  }
-  return true;
-}
-
-// Whether all that differs between two streams of the same ops is one size, and ops that see it may be given room.
-bool may_grow(const Node& now, const Node& then) {
-  int64_t step = 0;
-  const Node* b = &then;
+// Whether two streams have the same ops, none of which has an effect beside its results.
+bool has_same_ops(const Node& now, const Node& then) {
   if (now.depth != then.depth) return false;
-  for (const Node* a = &now; a->info; a = a->parent, b = b->parent) {
-    if (a->info->runs_once) return false;
-    if (is_same_call(*a, *b)) continue;
-    if (a->info != b->info || a->precision != b->precision) return false;
-    for (size_t i = 0; i < a->args.size(); i++) {
-      const ArgKey &x = a->args[i], &y = b->args[i];
-      if (x.tensors.size() != y.tensors.size() || x.ints.size() != y.ints.size()) return false;
-      if (!has_grown(x.ints, y.ints, x.ints.size(), step)) return false;
-      for (size_t e = 0; e < x.tensors.size(); e++) {
-        const TensorKey &p = x.tensors[e], &q = y.tensors[e];
-        if (p.geometry.size() != q.geometry.size() || !has_grown(p.base, q.base, step)) return false;
-        if (!has_grown(p.geometry, q.geometry, p.geometry.size() / 2, step)) return false;
-      }
-    }
-    if (!a->info->grows && !keeps_sizes(*a, *b)) return false;
+  for (const Node *a = &now, *b = &then; a->info; a = a->parent, b = b->parent) {
+    if (a->info->runs_once || a->info != b->info || a->precision != b->precision) return false;
   }
-  return step != 0;
+  return true;
 }
 
 // The ends of the runs of ops that stay the same from `before` to `now`, and of those between them; none where the
@@ -387,7 +333,7 @@ std::shared_ptr<Plan> find_smaller(const Recorder& r) {
   if (is_exact() || !policy.gives_room || found == r.trie->streams.end() || found->second.changes < kStreamsBeforeSplit)
     return nullptr;
   const Node* other = found->second.last == r.at ? found->second.previous : found->second.last;
-  if (!other || other->plans.empty() || !may_grow(*r.at, *other)) return nullptr;
+  if (!other || other->plans.empty() || !has_same_ops(*r.at, *other)) return nullptr;
   return other->plans.front();
 }
 

@@ -35,11 +35,6 @@ def out_of_bounds(dim: int, size: int) -> str:
     return f"index is out of bounds for dimension {dim} with size {size}"
 
 
-def places(index, count, dim, *, ctx):
-    """Indices of a dimension of which the first `count` elements count, from 0 on."""
-    return wrapped(ctx, index, count, f"index is out of bounds for dimension {dim}")
-
-
 def _is_mask(index: Any) -> bool:
     return index is not None and index.dtype in (bool, jnp.uint8)
 

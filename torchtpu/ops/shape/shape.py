@@ -22,11 +22,6 @@ def cat(tensors, dim=0, *, ctx):
     return jnp.concatenate([as_dtype(t, dtype) for t in kept], dim)
 
 
-def first(self, count, dim, fill):
-    """The first `count` elements along a dimension, and `fill` in place of the others."""
-    return jnp.where(lax.broadcasted_iota(jnp.int64, self.shape, dim) < count, self, jnp.asarray(fill, self.dtype))
-
-
 @lowering("stack", "_stack")
 def stack(tensors, dim=0, *, ctx):
     dtype = ctx.results[0][1]
