@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import torchtpu
-from torchtpu import config, growth_rules, metrics, startup
+from torchtpu import config, metrics, startup
 from torchtpu.compile import buckets, graphs
 from torchtpu.runtime import _C, engine
 from torchtpu.runtime.compile import plan_cache, variants
@@ -57,18 +57,19 @@ def all_anew() -> None:
     kept._known, kept._older = {}, {}
 
 
-@pytest.mark.bailouts("room")
 def test_a_rule_that_raises_leaves_sizes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(growth_rules._RULES, "sum.dim_IntList", fails)
-    check(lengthening, "room")
+    monkeypatch.setattr(startup.engine()._layouts, "pad", fails)
+    for mine, theirs in zip(lengthening("tpu"), lengthening("cpu"), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert any("ZeroDivisionError" in cause or "by zero" in cause for cause in metrics.snapshot()["regions_not_padded"])
 
 
-@pytest.mark.bailouts("room")
+@pytest.mark.bailouts("padding")
 @pytest.mark.usefixtures("all_anew")
 @pytest.mark.parametrize("way", [fails, fails_later])
 def test_what_has_no_program_with_room_has_an_exact_one(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.Engine, "_with_room", way)
-    check(lengthening, "room")
+    monkeypatch.setattr(engine.Engine, "_with_padding", way)
+    check(lengthening, "padding")
 
 
 @pytest.mark.bailouts("clusters")

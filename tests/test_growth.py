@@ -101,15 +101,6 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
-<<<<<<< HEAD
-NO_ROOM = {
-    "place among all of columns", "all but the first", "flat", "joined with itself", "joined behind",
-    "range in the middle", "sorted", "flipped", "variance", "causal attention of more queries",
-}  # fmt: skip
-
-
-=======
->>>>>>> padding
 def put(x: Tensor) -> Tensor:
     x[-2] = 7.0
     x[:, 1] += 1
@@ -187,7 +178,6 @@ def test_two_sizes_that_change_are_padded_both() -> None:
     assert compiled <= 4
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("op", [Tensor.sum, Tensor.mean, Tensor.amax, Tensor.argmin, Tensor.softmax, Tensor.cumsum])
 def test_a_dimension_that_changes_with_the_sizes_is_no_size(op: Callable[..., Tensor]) -> None:
     def loop(device: str) -> list[Tensor]:
@@ -210,10 +200,7 @@ def test_integers_in_the_surplus_that_are_no_numbers_as_floats_change_nothing() 
     assert same_on_both(loop)[1] > 0
 
 
-def test_where_an_op_has_no_room_the_others_are_shared() -> None:
-=======
 def test_where_an_op_cannot_be_padded_the_others_are_shared() -> None:
->>>>>>> padding
     weights = torch.randn(12, 4, 4) / 2
 
     def loop(device: str) -> list[Tensor]:

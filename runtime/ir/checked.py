@@ -74,7 +74,7 @@ def bits(value: Any, count: int) -> int:
 
 
 def expression(value: Any) -> str:
-    """An expression of sizes a to h, as jax writes them: sums and products, powers, quotients, the larger or smaller."""
+    """An expression of sizes a to h, as jax writes them: sums, products, powers, quotients, the larger or smaller."""
     found = text(value)
     if len(found) > 500 or not _EXPRESSION.fullmatch(found):
         raise ValueError(f"{_short(value)} is no expression of sizes")
@@ -92,7 +92,9 @@ def error_class(module: Any, name: Any) -> type[Exception]:
 
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
-_EXPRESSION = re.compile(r"(?:floordiv|mod|max|min|[a-h](?!\w)|\^\d{1,2}(?!\d)|(?<![\d^])\d{1,18}(?!\d)|[-+*](?!\*)|[(), ])+")
+_EXPRESSION = re.compile(
+    r"(?:floordiv|mod|max|min|[a-h](?!\w)|\^\d{1,2}(?!\d)|(?<![\d^])\d{1,18}(?!\d)|[-+*](?!\*)|[(), ])+"
+)
 
 
 def _short(value: Any) -> str:

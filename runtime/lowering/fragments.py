@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torchtpu.compiler_cache import Key, Store
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.calls import Entry, Lowerings, Parameter, describe_results, parameters, results_of
-from torchtpu.runtime.ir.checked import error_class, fields, integer, integers, items, parsed, text
+from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
 from torchtpu.runtime.ir.program import Op
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
