@@ -21,7 +21,7 @@ import hashlib
 import itertools
 import math
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ from torchtpu.runtime.lowering.strided_access import find_box
 _LEAST_ROOM = 32
 _WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
 _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
+_MOST_SIZE = 2**31 - 1
 _LEAST_BUCKET = 8  # sizes of a compiled graph are powers of two from here on
 _MOST_VARIABLES = 6
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same room
@@ -374,7 +375,7 @@ class Template:
         # What was a size that arrays do not have: a place, which needs no room.
         self._places = {name for name, values in fit.variables.items() if min(values) < _LEAST_SIZE}
         self._behind = {name: self._longest(name) for name in fit.variables if name not in self._places}
-        self._limits: dict[str, int] | None = None
+        self._limits: dict[str, tuple[int, int]] | None = None
         self._programs: dict[tuple[Bound, ...], _Made] = {}
 
     def pad(self, program: Program, slots: Sequence[int]) -> Padded:
@@ -385,7 +386,7 @@ class Template:
             if (found[slot] if isinstance(slot, Size) else slot) != value:
                 raise Refused(f"{value} does not follow from the sizes {', '.join(map(str, values.values()))}")
         if self._limits is None:
-            self._limits = dict(_limits_of(self._outline(program)))
+            self._limits = _limits_of(self._outline(program))
         bounds = {name: self._bound(name, values[name]) for name in self._behind}
         key = tuple(bounds.values())
         if key not in self._programs:
@@ -411,21 +412,39 @@ class Template:
         if value < _LEAST_SIZE:
             raise Refused(f"a size of {value}")
         room = room_for(value + behind)
-        most = min(room - behind, (self._limits or {}).get(name, room))
-        return Bound(max(_LEAST_SIZE, _least_in(room) - behind), most, min(room, most + behind))
+        least, most = (self._limits or {}).get(name, (0, _MOST_SIZE))
+        most = min(room - behind, most)
+        bound = Bound(max(_LEAST_SIZE, _least_in(room) - behind, least), most, min(room, most + behind))
+        if not bound.least <= value <= bound.most:
+            raise Refused(f"a size of {value}, where it is {bound.least} to {bound.most}")
+        return bound
 
 
-def _limits_of(value: Any) -> Iterator[tuple[str, int]]:
-    """The most that variables are: how much there is of what a view takes a part of."""
-    found: defaultdict[str, list[int]] = defaultdict(list)
+def _limits_of(value: Any) -> dict[str, tuple[int, int]]:
+    """The least and the most that variables are where views take parts of them, or they are parts of what stays."""
+    found: dict[str, tuple[int, int]] = {}
     for view in _views_of(value):
         factors, ranges, _ = view.box or ((), (), ())
         for factor, (start, taken, step) in zip(factors, ranges, strict=True):
-            if isinstance(factor, int) and isinstance(start, int) and isinstance(taken, Size):
-                (multiple, names), *more = taken.terms
-                if multiple == step == taken.divisor == len(names) == 1 and not more:
-                    found[names[0][0]].append(factor - start - taken.constant - taken.after - names[0][1])
-    yield from ((name, min(limits)) for name, limits in found.items())
+            if not isinstance(start, int):
+                continue
+            if isinstance(factor, int) and _is_shifted(taken) and step == 1:
+                name, behind = taken.terms[0][1][0][0], taken.constant
+                least, most = found.get(name, (0, factor))
+                found[name] = least, min(most, factor - start - behind)
+            elif isinstance(taken, int) and _is_shifted(factor):
+                name, behind = factor.terms[0][1][0][0], factor.constant
+                least, most = found.get(name, (0, _MOST_SIZE))
+                found[name] = max(least, start + (taken - 1) * step + 1 - behind), most
+    return found
+
+
+def _is_shifted(size: Leaf) -> bool:
+    """Whether it is a variable and a constant."""
+    if not isinstance(size, Size) or len(size.terms) != 1 or size.divisor != 1 or size.after:
+        return False
+    factor, names = size.terms[0]
+    return factor == 1 and len(names) == 1 and names[0][1] == 0
 
 
 def _views_of(value: Any) -> Iterator[_View]:
