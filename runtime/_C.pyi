@@ -37,7 +37,7 @@ class Work:
     None in `inputs`.  `spoil` fails one output before the answer.  `done` takes a guard or None per output, or [].
     `run` says how this run differs from the one whose source lines its program keeps, "" where it does not.
     `build_error` is why its program is not there, `stopped_by` the error of an earlier region whose thread was not told
-    of it yet.  Before `failed`, `keep` answers for outputs that were there before the op that failed, and `restore` says
+    of it yet.  Before `failed`, `keep` answers for outputs that were there before the op that failed, `restore` tells
     what the storages of others held then.
     A slice computes for a read what a region that goes on will compute again; inputs that it lacks have an error.
     """
