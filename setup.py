@@ -1,6 +1,8 @@
 """In: the C++ sources in runtime/csrc. Out: the one extension module, `torchtpu.runtime._C`.
 
-Everything else about the package is in pyproject.toml.
+With TORCHTPU_SANITIZE=address,undefined or =thread in the environment, the compiler's sanitizers watch it, and it
+checks its locks; `tests/sanitize.py` builds it so in a copy and runs tests with it.  Everything else about the package
+is in pyproject.toml.
 """
 
 import os
@@ -12,6 +14,8 @@ from setuptools import setup
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+SANITIZERS = os.environ.get("TORCHTPU_SANITIZE", "")
 
 
 def parallel_jobs() -> int:
@@ -28,8 +32,17 @@ class Build(BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.build_temp = os.path.abspath("build/objects")
+        self.build_temp = os.path.abspath("build/" + (SANITIZERS.replace(",", "-") or "objects"))
 
+
+if SANITIZERS:
+    sanitize = [f"-fsanitize={SANITIZERS}", "-fno-sanitize=vptr"]  # torch's type information is hidden from vptr
+    compile_args = ["-O1", "-g", "-fno-omit-frame-pointer", "-DTORCHTPU_CHECKS_LOCKS", *sanitize]
+    link_args = sanitize
+else:
+    # Python's own flags often ask for -g, which would make the library 50 times larger.
+    compile_args = ["-O2", "-g0"]
+    link_args = ["-Wl,-s"]
 
 setup(
     ext_modules=[
@@ -38,9 +51,8 @@ setup(
             sources=sorted(glob("runtime/csrc/*/*.cpp")),
             depends=sorted(glob("runtime/csrc/*/*.h")),
             include_dirs=[os.path.abspath("runtime/csrc")],
-            # Python's own flags often ask for -g, which would make the library 50 times larger.
-            extra_compile_args=["-O2", "-g0", "-std=c++20", "-fvisibility=hidden"],
-            extra_link_args=["-Wl,-s"],
+            extra_compile_args=[*compile_args, "-std=c++20", "-fvisibility=hidden"],
+            extra_link_args=link_args,
         )
     ],
     cmdclass={"build_ext": Build},

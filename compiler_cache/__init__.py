@@ -10,7 +10,8 @@ if __name__ != "torchtpu.compiler_cache":
 
 from .bundle import BundleError, Imported, export_bundle, import_bundle
 from .catalog import EntryFile, Nearest
-from .entry import DamagedEntry, Note
+from .entry import DamagedEntry, Entry, Note
+from .files import UNREADABLE, cause_of
 from .key import Difference, Key, difference, explain, fingerprint
 from .locate import default_directory, open_store, parse_nbytes
 from .store import DirectoryStore, NullStore, Stats, Store
@@ -18,10 +19,12 @@ from .target import Target, canonical_text, compiler_line, host_cpu_features, pr
 from .trust import untrusted
 
 __all__ = [
+    "UNREADABLE",
     "BundleError",
     "DamagedEntry",
     "Difference",
     "DirectoryStore",
+    "Entry",
     "EntryFile",
     "Imported",
     "Key",
@@ -32,6 +35,7 @@ __all__ = [
     "Store",
     "Target",
     "canonical_text",
+    "cause_of",
     "compiler_line",
     "default_directory",
     "difference",

@@ -10,13 +10,15 @@ import hashlib
 import hmac
 import io
 import json
+import re
 import secrets
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from .entry import HEAD_BYTES, VERSION, DamagedEntry, Entry, decode, read_lengths
+from .entry import VERSION, DamagedEntry, Entry, decode_whole, encode
+from .files import UNREADABLE, cause_of, opened
 from .key import Key
 from .store import DirectoryStore, Store
 
@@ -24,10 +26,29 @@ _FORMAT = "torchtpu cache bundle 1"
 _MANIFEST = "manifest.json"
 _SIGNATURE = "manifest.sig"
 _MANIFEST_BYTES = 256 * 2**20
+_MEMBER_BYTES = 8 * 2**30 - 1  # what a header can say
+
+# A tar's header.
+_BLOCK_BYTES = 512
+_NAME, _SIZE, _CHECKSUM, _TYPE, _PREFIX = slice(100), slice(124, 136), slice(148, 156), slice(156, 157), slice(345, 500)
+_OCTAL = re.compile(rb"[0-7]{1,12}")
 
 
 class BundleError(ValueError):
     """A file that is no bundle, or one that must not be imported."""
+
+
+class Member(NamedTuple):
+    """A member of a tar: its name, where its content lies, and whether it is a plain file."""
+
+    name: str
+    at: int
+    nbytes: int
+    is_plain: bool
+
+    def read(self, file: BinaryIO) -> bytes:
+        file.seek(self.at)
+        return file.read(self.nbytes)
 
 
 class Imported(NamedTuple):
@@ -57,11 +78,14 @@ def export_bundle(
             for file in sorted(store.entries()):
                 name = f"{file.kind}/{file.digest}"
                 try:
-                    raw = file.path.read_bytes()
-                    if not chosen(_entry(name, raw).key):
+                    entry = _named(name, file.read())
+                    if not chosen(entry.key):
                         continue
-                except (DamagedEntry, OSError) as error:
-                    refused.append((name, str(error)))
+                    raw = encode(entry.key, entry.payload, entry.note) + entry.payload
+                    if len(raw) > _MEMBER_BYTES:
+                        raise DamagedEntry(f"{len(raw)} bytes are too many for a bundle")
+                except UNREADABLE as error:
+                    refused.append((name, cause_of(error)))
                     continue
                 manifest.append({"name": name, "nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()})
                 _add(tar, name, raw)
@@ -83,19 +107,50 @@ def import_bundle(store: Store, path: str | Path, *, secret: bytes | None = None
     where the file cannot be read.  An entry that does not match the manifest is refused, the others are stored.
     """
     try:
-        with tarfile.open(path, "r:") as tar:
-            listed = _manifest(tar, path, secret, trusts)
-            return _store_members(store, tar, listed)
-    except tarfile.TarError as error:
-        raise BundleError(f"{path} is not a bundle ({error})") from error
+        with opened(Path(path), follows_links=True) as (file, status):
+            members = list(_members(file, status.st_size))
+            listed = _manifest(file, members, path, secret, trusts)
+            return _store_members(store, file, members, listed)
+    except (DamagedEntry, MemoryError) as error:
+        raise BundleError(f"{path} is not a bundle ({cause_of(error)})") from error
 
 
-def _manifest(tar: tarfile.TarFile, path: str | Path, secret: bytes | None, trusts: bool) -> dict[str, tuple[int, str]]:
+def _members(file: BinaryIO, nbytes: int) -> Iterator[Member]:
+    """What a tar of so many bytes holds; DamagedEntry where it is none.
+
+    Read here and not by tarfile, which takes the word of a header for the size of what follows it.
+    """
+    at = 0
+    while at + _BLOCK_BYTES <= nbytes:
+        file.seek(at)
+        block = file.read(_BLOCK_BYTES)
+        if not block.strip(b"\0"):
+            return
+        total = sum(block) - sum(block[_CHECKSUM]) + len(block[_CHECKSUM]) * ord(" ")
+        size = _octal(block[_SIZE])
+        if _octal(block[_CHECKSUM]) != total or size > nbytes - at - _BLOCK_BYTES:
+            raise DamagedEntry(f"no tar at byte {at}")
+        prefix, name = (block[field].partition(b"\0")[0].decode("utf-8", "replace") for field in (_PREFIX, _NAME))
+        is_plain = block[_TYPE] in (b"0", b"\0")
+        yield Member(f"{prefix}/{name}" if prefix else name, at + _BLOCK_BYTES, size, is_plain)
+        at += _BLOCK_BYTES + -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def _octal(field: bytes) -> int:
+    digits = field.strip(b" \0")
+    if not _OCTAL.fullmatch(digits):
+        raise DamagedEntry(f"{field!r} is no number of a tar")
+    return int(digits, 8)
+
+
+def _manifest(
+    file: BinaryIO, members: list[Member], path: str | Path, secret: bytes | None, trusts: bool
+) -> dict[str, tuple[int, str]]:
     """Of each entry's name its size and sha256, once the bundle may be used."""
-    text = _read(tar, _MANIFEST, _MANIFEST_BYTES)
+    text = _read(file, members, _MANIFEST, _MANIFEST_BYTES)
     if text is None:
         raise BundleError(f"{path} is not a bundle (it has no {_MANIFEST})")
-    signature = _read(tar, _SIGNATURE, 1024)
+    signature = _read(file, members, _SIGNATURE, 1024)
     if secret is not None:
         if signature is None:
             raise BundleError(f"{path} is not signed")
@@ -110,23 +165,23 @@ def _manifest(tar: tarfile.TarFile, path: str | Path, secret: bytes | None, trus
         fields = json.loads(text)
         if fields["format"] != _FORMAT or fields["entry_version"] != VERSION:
             raise BundleError(f"{path} is of another version ({fields['format']}, {fields['entry_version']})")
-        return {entry["name"]: (int(entry["nbytes"]), str(entry["sha256"])) for entry in fields["entries"]}
-    except (KeyError, TypeError, ValueError) as error:
+        return {str(entry["name"]): (entry["nbytes"], entry["sha256"]) for entry in fields["entries"]}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, BundleError):
             raise
         raise BundleError(f"{path} has a manifest that cannot be read ({error!r})") from error
 
 
-def _store_members(store: Store, tar: tarfile.TarFile, listed: dict[str, tuple[int, str]]) -> Imported:
+def _store_members(store: Store, file: BinaryIO, members: list[Member], listed: dict[str, tuple[int, str]]) -> Imported:
     stored = present = 0
     refused: list[tuple[str, str]] = []
-    for member in tar.getmembers():
+    for member in members:
         if member.name in (_MANIFEST, _SIGNATURE):
             continue
         try:
-            entry = _announced(tar, member, *listed.pop(member.name, (-1, "")))
-        except DamagedEntry as error:
-            refused.append((member.name, str(error)))
+            entry = _announced(file, member, *listed.pop(member.name, (-1, "")))
+        except (DamagedEntry, MemoryError) as error:
+            refused.append((member.name, cause_of(error)))
             continue
         if store.get(entry.key) == entry.payload:
             present += 1
@@ -138,35 +193,28 @@ def _store_members(store: Store, tar: tarfile.TarFile, listed: dict[str, tuple[i
     return Imported(stored, present, tuple(refused))
 
 
-def _announced(tar: tarfile.TarFile, member: tarfile.TarInfo, nbytes: int, digest: str) -> Entry:
+def _announced(file: BinaryIO, member: Member, nbytes: int, digest: str) -> Entry:
     """The entry that `member` holds, which must be of this size and sha256."""
     # Nothing is ever unpacked by its name: a member is bytes that the manifest announces and that are an entry.
-    opened = tar.extractfile(member) if member.isreg() and member.size == nbytes else None
-    raw = b"" if opened is None else opened.read()
+    raw = member.read(file) if member.is_plain and member.nbytes == nbytes else b""
     if hashlib.sha256(raw).hexdigest() != digest:
         raise DamagedEntry("not what the manifest announces")
-    return _entry(member.name, raw)
+    return _named(member.name, decode_whole(raw))
 
 
-def _entry(name: str, raw: bytes) -> Entry:
-    """The entry that `raw` is, which must be the one called `name`."""
-    head = raw[:HEAD_BYTES]
-    lengths = read_lengths(head)
-    start = HEAD_BYTES + lengths.key + lengths.note
-    entry = decode(head, raw[HEAD_BYTES:start], raw[start:])
+def _named(name: str, entry: Entry) -> Entry:
+    """The entry, which must be the one called `name`."""
     if f"{entry.key.kind}/{entry.key.digest}" != name:
         raise DamagedEntry(f"it holds {entry.key.kind}/{entry.key.digest}")
     return entry
 
 
-def _read(tar: tarfile.TarFile, name: str, limit: int) -> bytes | None:
+def _read(file: BinaryIO, members: list[Member], name: str, limit: int) -> bytes | None:
     """The content of the plain file `name` of at most `limit` bytes, or None where there is no such member."""
-    try:
-        member = tar.getmember(name)
-    except KeyError:
-        return None
-    opened = tar.extractfile(member) if member.isreg() and member.size <= limit else None
-    return None if opened is None else opened.read()
+    for member in reversed(members):  # as a tar is read: the last of a name counts
+        if member.name == name:
+            return member.read(file) if member.is_plain and member.nbytes <= limit else None
+    return None
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from .entry import HEAD_BYTES, VERSION, DamagedEntry, Entry, read_entry, read_lengths
+from .entry import VERSION, Entry
+from .files import UNREADABLE, cause_of, opened_entry, read_entry
 from .key import Difference, Key, difference
 
 LAYOUT = f"v{VERSION}"
@@ -35,8 +36,7 @@ class EntryFile(NamedTuple):
 
     def read(self) -> Entry:
         """Its key, note and payload; DamagedEntry or OSError where it cannot be read whole."""
-        with self.path.open("rb") as file:
-            return read_entry(file)
+        return read_entry(self.path)
 
 
 class Nearest(NamedTuple):
@@ -71,9 +71,9 @@ def nearest(directory: Path, key: Key) -> Nearest | None:
     recent = sorted(entries(directory, key.kind), key=lambda file: file.used, reverse=True)[:_NEAREST_CANDIDATES]
     for file in recent:
         try:
-            with file.path.open("rb") as opened:
-                found = Key.decode(opened.read(read_lengths(opened.read(HEAD_BYTES)).key))
-        except (OSError, ValueError):
+            with opened_entry(file.path) as (opened, _, lengths):
+                found = Key.decode(opened.read(lengths.key))
+        except (OSError, ValueError, MemoryError):
             continue
         differences = difference(found, key)
         if differences and (best is None or len(differences) < len(best.differences)):
@@ -86,8 +86,8 @@ def damaged(directory: Path) -> Iterator[tuple[EntryFile, str]]:
     for file in entries(directory):
         try:
             found = file.read().key
-        except (DamagedEntry, OSError) as error:
-            yield file, str(error)
+        except UNREADABLE as error:
+            yield file, cause_of(error)
             continue
         if (found.kind, found.digest) != (file.kind, file.digest):
             yield file, f"it holds {found.kind} {found.digest}"

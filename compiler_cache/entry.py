@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Mapping
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from .key import Key
 
@@ -24,6 +23,8 @@ _MAGIC = b"TORCHTPU"
 _LENGTHS = struct.Struct("<8sIIIQ")
 _DIGEST_BYTES = 32
 HEAD_BYTES = _LENGTHS.size + _DIGEST_BYTES
+_MOST_LABEL_BYTES = 2**24
+_MOST = 2.0**63
 
 Note = Mapping[str, str | int | float | None]
 
@@ -50,7 +51,8 @@ class Lengths(NamedTuple):
 
 def encode(key: Key, payload: bytes, note: Note) -> bytes:
     """The file up to its payload: head, key and note."""
-    note_text = json.dumps(dict(note), sort_keys=True, separators=(",", ":")).encode("ascii")
+    facts = {name: fact for name, fact in note.items() if _is_fact(fact)}
+    note_text = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode("ascii")
     lengths = _LENGTHS.pack(_MAGIC, VERSION, len(key.encoded), len(note_text), len(payload))
     total = hashlib.sha256(lengths)
     for piece in (key.encoded, note_text, payload):
@@ -75,18 +77,19 @@ def decode(head: bytes, labels: bytes, payload: bytes, expected: Key | None = No
     try:
         key = Key.decode(encoded) if expected is None else expected
         note = json.loads(labels[lengths.key :])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedEntry(str(error)) from error
-    return Entry(key, note if isinstance(note, dict) else {}, payload)
+    if not (isinstance(note, dict) and all(map(_is_fact, note.values()))):
+        raise DamagedEntry("its note is none")
+    return Entry(key, note, payload)
 
 
-def read_entry(file: BinaryIO, expected: Key | None = None) -> Entry:
-    """The entry in `file`, which must end where the entry ends; DamagedEntry where it is not whole and unchanged."""
-    head = file.read(HEAD_BYTES)
+def decode_whole(content: bytes) -> Entry:
+    """The entry that a file with this content is; DamagedEntry where it is none."""
+    head = content[:HEAD_BYTES]
     lengths = read_lengths(head)
-    if os.fstat(file.fileno()).st_size != HEAD_BYTES + sum(lengths):
-        raise DamagedEntry(f"not the {HEAD_BYTES + sum(lengths)} bytes that it announces")
-    return decode(head, file.read(lengths.key + lengths.note), file.read(lengths.payload), expected)
+    start = HEAD_BYTES + lengths.key + lengths.note
+    return decode(head, content[HEAD_BYTES:start], content[start:])
 
 
 def read_lengths(head: bytes) -> Lengths:
@@ -98,4 +101,11 @@ def read_lengths(head: bytes) -> Lengths:
         raise DamagedEntry("not an entry of this cache")
     if version != VERSION:
         raise DamagedEntry(f"format version {version}, this is {VERSION}")
+    if max(lengths[:2]) > _MOST_LABEL_BYTES:
+        raise DamagedEntry(f"a key of {lengths[0]} bytes and a note of {lengths[1]}")
     return Lengths(*lengths)
+
+
+def _is_fact(value: object) -> bool:
+    """Whether a note holds such a thing: text, a number that anybody can calculate with, or nothing."""
+    return value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _MOST)

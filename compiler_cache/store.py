@@ -5,32 +5,34 @@ No method raises for what the disk or another user does: an unusable directory i
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 from . import catalog
-from .entry import DamagedEntry, Entry, Note, encode, read_entry
-from .flight import Flights, KeyLock
+from .entry import DamagedEntry, Entry, Note, encode
+from .files import UNREADABLE, cause_of, read_entry
+from .flight import Flights, KeyLock, Lease
 from .key import Key
-from .trust import make_private, untrusted_file
+from .trust import make_private
 
 MAX_BYTES = 10 * 2**30
 MAX_ENTRIES = 100_000
 _TOUCH_SECONDS = 60.0
 _WAIT_LOG_SECONDS = 10.0
 _WAIT_LIMIT_SECONDS = 3600.0
-_RETRY_SECONDS = 300.0
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.ENFILE)
+_NAMED_DAMAGES = 3
+
+T = TypeVar("T")
 
 _log = logging.getLogger("torchtpu.compiler_cache")
 
@@ -76,6 +78,21 @@ class Store(ABC):
     @abstractmethod
     def discard(self, key: Key, reason: str) -> None:
         """Forgets an entry that was read unchanged but that its user could not load; logged and counted."""
+
+    @final
+    def load(self, key: Key, decode: Callable[[bytes], T]) -> T | None:
+        """What `decode` makes of the payload stored under `key`.
+
+        None where there is none, or where `decode` raises ValueError: the entry is then forgotten.
+        """
+        payload = self.get(key)
+        if payload is None:
+            return None
+        try:
+            return decode(payload)
+        except (ValueError, RecursionError, MemoryError) as error:
+            self.discard(key, f"{type(error).__name__}: {error}")
+            return None
 
     @final
     def get_or_build(self, key: Key, build: Callable[[], bytes], note: Note | None = None) -> bytes:
@@ -130,6 +147,27 @@ class NullStore(Store):
         self._count(discarded=1)
 
 
+class _Damages:
+    """What a process found damaged: a log line about each of the first few, the others in one about them all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the count
+        self._count = 0
+        self._process = os.getpid()
+
+    def note(self, message: str) -> None:
+        with self._lock:
+            self._count += 1
+            is_named = self._count <= _NAMED_DAMAGES
+        _log.log(logging.WARNING if is_named else logging.DEBUG, "cache: %s", message)
+
+    def sum_up(self) -> None:
+        if self._count > _NAMED_DAMAGES and os.getpid() == self._process:
+            _log.warning(
+                "cache: %d entries were damaged or did not load; the first %d were named", self._count, _NAMED_DAMAGES
+            )
+
+
 @final
 class DirectoryStore(Store):
     """A directory of entries, shared by every process of one user, and read-only layers below it.
@@ -153,10 +191,12 @@ class DirectoryStore(Store):
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self._locks = KeyLock(Path() if self.directory is None else self.directory / catalog.LOCKS)
-        self._resumes = 0.0 if writes and directory is not None else float("inf")  # when puts are tried (again)
+        self._writes = writes and directory is not None
         self._unswept: int | None = None  # bytes written since this process last swept
         self._said: set[str] = set()
         self._refused: set[str] = set()  # digests that were discarded and are not yet stored anew
+        self._damages = _Damages()
+        weakref.finalize(self, self._damages.sum_up)  # at the end of the process, if not before
 
     @property
     def keeps(self) -> bool:
@@ -180,7 +220,7 @@ class DirectoryStore(Store):
 
     def discard(self, key: Key, reason: str) -> None:
         self._count(discarded=1)
-        _log.warning("cache: %s %s does not load (%s); it will be built again", key.kind, key.digest[:12], reason)
+        self._damages.note(f"{key.kind} {key.digest[:12]} does not load ({reason}); it will be built again")
         self._refused.add(key.digest)
         self._forget(key)
 
@@ -190,10 +230,10 @@ class DirectoryStore(Store):
 
     def find(self, kind: str, digest: str) -> Entry | None:
         """The undamaged entry of that name, from the directory or a layer; None where there is none."""
-        for directory in (self.directory, *self.layers):
-            if directory is not None:
-                with suppress(OSError, DamagedEntry), catalog.entry_path(directory, kind, digest).open("rb") as file:
-                    return read_entry(file)
+        for directory in self._directories():
+            with suppress(*UNREADABLE):
+                path = catalog.entry_path(directory, kind, digest)
+                return read_entry(path, named_by_user=directory is not self.directory)
         return None
 
     def entries(self) -> Iterator[catalog.EntryFile]:
@@ -213,8 +253,8 @@ class DirectoryStore(Store):
         return swept
 
     def may_write(self) -> bool:
-        """Whether entries are written now: not with `writes` False, nor (for a while) after the disk refused."""
-        return time.monotonic() >= self._resumes
+        """Whether entries are written where the disk takes them."""
+        return self._writes
 
     def _build(self, key: Key, build: Callable[[], bytes], note: Note) -> bytes:
         lock = self._wait_for_turn(key)
@@ -228,16 +268,20 @@ class DirectoryStore(Store):
             self._publish(key, encode(key, payload, timed), payload)
         finally:
             if lock is not None:
-                self._locks.unlock(key.digest, lock)
+                self._locks.unlock(*lock)
         self._sweep_if_due()
         return payload
 
-    def _wait_for_turn(self, key: Key) -> int | bytes | None:
-        """The held lock, or the payload that another process built meanwhile, or None where there can be no lock."""
+    def _wait_for_turn(self, key: Key) -> tuple[str, int] | bytes | None:
+        """The held lock (its name and descriptor), or the payload that another process built meanwhile, or None where
+        there can be no lock."""
         started, pause, said, made = time.monotonic(), 0.002, False, False
+        # A holder that shows no sign of life keeps its lock; those who waited for it go on to the next one, so that of
+        # them too only one builds.
+        name, lease, silent = key.digest, Lease(), 0
         while self.may_write():
             try:
-                lock = self._locks.try_lock(key.digest)
+                lock = self._locks.try_lock(name)
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and not made and self._makes(self._locks.directory):
                     made = True
@@ -248,11 +292,11 @@ class DirectoryStore(Store):
             entry = self._read(key)
             if entry is not None:
                 if lock is not None:
-                    self._locks.unlock(key.digest, lock)
+                    self._locks.unlock(name, lock)
                 self._count(waits=1)
                 return entry.payload
             if lock is not None:
-                return lock
+                return name, lock
             waited = time.monotonic() - started
             if waited > _WAIT_LIMIT_SECONDS:
                 return None
@@ -260,44 +304,38 @@ class DirectoryStore(Store):
                 said = True
                 _log.info("cache: waiting for another process that builds %s %s", key.kind, key.digest[:12])
             time.sleep(pause)
+            if lease.is_over(self._locks.sign_of_life(name), pause):
+                silent += 1
+                name, lease = f"{key.digest}.{silent}", Lease()
+                _log.info("cache: not waiting for a stopped process to build %s %s", key.kind, key.digest[:12])
             pause = min(pause * 1.5, 0.1)
         return None
+
+    def _directories(self) -> tuple[Path, ...]:
+        return self.layers if self.directory is None else (self.directory, *self.layers)
 
     def _read(self, key: Key) -> Entry | None:
         if key.digest in self._refused:
             return None
-        for directory in ((self.directory,) if self.directory is not None else ()) + self.layers:
+        for directory in self._directories():
             is_layer = directory is not self.directory
             path = catalog.entry_path(directory, key.kind, key.digest)
+            renew = _TOUCH_SECONDS if self.may_write() and not is_layer else None
             try:
-                entry = self._read_trusted(path, key, is_layer)
+                entry = read_entry(path, key, named_by_user=is_layer, renew_seconds=renew)
             except FileNotFoundError:
                 continue
-            except (DamagedEntry, OSError) as error:
+            except UNREADABLE as error:
                 self._count(damaged=1)
-                self._say(str(path), f"{path} is not used: {error}")
+                if str(path) not in self._said:
+                    self._said.add(str(path))
+                    self._damages.note(f"{path} is not used: {cause_of(error)}")
                 if isinstance(error, DamagedEntry) and not is_layer:
                     self._forget(key)
                 continue
             self._count(read_bytes=len(entry.payload))
             return entry
         return None
-
-    def _read_trusted(self, path: Path, key: Key, is_layer: bool) -> Entry:
-        """The entry; PermissionError where somebody else may have put it there."""
-        problem = untrusted_file(path.parent, path.parent.lstat(), named_by_user=is_layer)
-        # Not following a link, and not waiting for a pipe's writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            problem = problem or untrusted_file(path, status, named_by_user=is_layer)
-            if problem is not None:
-                raise PermissionError(problem)
-            entry = read_entry(file, key)
-            if not is_layer and self.may_write() and abs(time.time() - status.st_mtime) > _TOUCH_SECONDS:
-                with suppress(OSError):  # on a disk that has become read-only the entry is as good as before
-                    os.utime(descriptor)
-        return entry
 
     def _publish(self, key: Key, head: bytes, payload: bytes) -> bool:
         if self.directory is None or not self.may_write() or len(head) + len(payload) > self.max_bytes:
@@ -346,16 +384,11 @@ class DirectoryStore(Store):
             self._cannot_write(error)
 
     def _cannot_write(self, error: OSError) -> None:
-        """Stops writing (for a while where that may pass, as a full disk does) and says so once; reading goes on."""
-        self._resumes = time.monotonic() + _RETRY_SECONDS if error.errno in _PASSING else float("inf")
+        """Says once for each reason that something is not kept; what comes next is tried all the same."""
         reason = error.strerror or str(error)
-        self._say("write", f"nothing is stored in {self.directory}: {reason}")
-
-    def _say(self, about: str, message: str) -> None:
-        """One log line about each thing."""
-        if about not in self._said:
-            self._said.add(about)
-            _log.warning("cache: %s", message)
+        if reason not in self._said:
+            self._said.add(reason)
+            _log.warning("cache: not everything is stored in %s: %s", self.directory, reason)
 
     def _sweep_if_due(self) -> None:
         with self._counting:

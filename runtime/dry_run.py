@@ -61,8 +61,9 @@ class Rehearsal:
         self._line = line
         self._answers = answers
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing runs here."""
+        return True
 
     def plan(self, plan: Any) -> None:
         """Notes the plan's program; its executable is what it would return."""
@@ -97,6 +98,9 @@ class Rehearsal:
         identity = self._journal.program(program)
         self._journal.outcome(Outcome(identity, "recorded"))
 
+    def is_prompt(self, work: Any) -> bool:
+        return False
+
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
         self.counters.launches += 1
@@ -127,6 +131,9 @@ class Rehearsal:
 
     def resolve(self, guard: Any) -> None:
         """Nothing ran, so nothing failed."""
+
+    def await_launches(self, device: int) -> None:
+        """Nothing runs here."""
 
     def finish(self, device: int) -> None:
         """Nothing runs."""

@@ -5,6 +5,8 @@ Made at the first region or upload; imports jaxlib, makes the client and owns th
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import sys
 import threading
@@ -22,6 +24,7 @@ from torchtpu.runtime.device.sizes import nbytes_of
 from .compile.builder import Builder
 from .compile.candidates import SWEEPS
 from .compile.compiler import Compiler, NotCompiledError
+from .compile.failing import failing
 from .compile.plan_cache import Plans
 from .compile.variants import RegionForms, UnbuiltError, Workshop
 from .device.client import Client
@@ -46,6 +49,8 @@ from .spmd.regions import Collectives
 from .telemetry import log
 from .telemetry.counters import Counters
 from .telemetry.observers import Observer
+
+Way = tuple[str, Callable[[], Future[Any]]]  # what is optimised, "" where nothing is, and what begins to make it
 
 
 class Engine:
@@ -131,11 +136,14 @@ class Engine:
         # What runs a program with room, while some length of it is known.
         self._rooms: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.launch
+        self.is_prompt = self._executor.is_prompt
 
-    def close(self) -> None:
-        """Ends the compile threads: what is queued is dropped, what is compiling is waited for, not for ever."""
-        self.compiler.close()
+    def close(self) -> bool:
+        """Ends the compile threads: what is queued is dropped, what is compiling is waited for, about a second. Whether
+        none is left."""
+        have_ended = self.compiler.close()
         self.client.close()
+        return have_ended
 
     def plan(self, plan: Any) -> None:
         """Lowers the plan's program here and compiles it in a worker, which then tells the plan."""
@@ -148,83 +156,122 @@ class Engine:
             if joint is not None:
                 plan.ready(joint)
             else:
-                self._make(plan, program, self._shapes(program, plan.before, device))
+                failed: list[tuple[str, Exception]] = []  # optimisations
+                self._make(plan, self._ways(plan, program, failed), failed)
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             if self._journal is not None and program is not None:
                 identity = self._journal.program(program)
                 self._journal.outcome(Outcome(identity, "failed", error=f"{type(error).__name__}: {error}"))
             plan.failed(_unlowered(error, plan.line, plan.run))
 
-    def _make(self, plan: Any, recorded: Program, shapes: Iterator[Grown | None]) -> None:
-        """Makes what may run a program in the first of these shapes that may be compiled."""
-        device, grown = plan.device, next(shapes)
-        program = recorded if grown is None else grown.program
-        known = None if grown is None else self._rooms.get((program, device))
-        if grown is not None and known is not None:
-            plan.ready(Padded(self.client, self.counters, grown, known))
+    def _make(self, plan: Any, ways: Iterator[Way], failed: list[tuple[str, Exception]]) -> None:
+        """Makes what runs a region, in the first of these ways that works; `failed` are the optimisations that did not.
+        Raises what the plain way raises."""
+        for what, start in ways:
+            try:
+                ready = start()
+            except Exception as error:
+                if not what:
+                    raise
+                failed.append((what, error))
+                continue
+            ready.add_done_callback(functools.partial(self._settle, plan, ways, failed, what))
             return
-        ends = ends_of_runs(program, plan.before.program) if grown is None and plan.before is not None else []
-        clusters = Clusters(split(program, ends), sys.maxsize) if ends else self._clusters(program)
+
+    def _settle(
+        self, plan: Any, ways: Iterator[Way], failed: list[tuple[str, Exception]], what: str, made: Future[Any]
+    ) -> None:
+        """Tells the plan what was made, or goes on to the next way; whatever is raised meanwhile fails the plan."""
+        with failing(lambda error: plan.failed(_unlowered(error, plan.line, plan.run))):
+            self._made(plan, ways, failed, what, made)
+
+    def _made(
+        self, plan: Any, ways: Iterator[Way], failed: list[tuple[str, Exception]], what: str, made: Future[Any]
+    ) -> None:
+        """Hands over what was made; where that failed, goes on to the next way, if there may be one."""
+        error = made.exception()
+        if error is None:
+            for optimisation, cause in failed:
+                self.counters.bailouts.note(optimisation, cause, plan.line)
+            plan.ready(made.result())
+            return
+        failure, reason = _explained(error, plan), error.__cause__ or error
+        is_absent = isinstance(reason, NotCompiledError)
+        if not isinstance(reason, Exception) or isinstance(reason, CancelledError) or not (what or is_absent):
+            plan.failed(failure)
+            return
+        if not is_absent:
+            failed.append((what, reason))
+        following = next(ways, None)
+        if following is None:
+            plan.failed(failure)
+        else:
+            self._make(plan, itertools.chain([following], ways), failed)
+
+    def _ways(self, plan: Any, program: Program, failed: list[tuple[str, Exception]]) -> Iterator[Way]:
+        """The ways to run a region, best first: with room (see `growth`), in parts, and plain. Where nothing may be
+        compiled, what another process gave room to, or did not, serves too."""
+        device, before = plan.device, plan.before
+        grown = None if before is None else self._grow(program, before.program, failed)
+        if grown is not None:
+            if (grown.program, device) not in self._rooms:
+                with self.counters.bailouts.attempt("note of a room", program.line):
+                    self.plans.note_outgrown(before.program)
+            yield "room", functools.partial(self._with_room, grown, device)
+        try:
+            ends = ends_of_runs(program, before.program) if grown is None and before is not None else []
+            parts = Clusters(split(program, ends), sys.maxsize) if ends else self._clusters(program)
+        except Exception as error:  # noqa: BLE001 -- the plain form serves as well
+            parts = None
+            failed.append(("clusters", error))
+        if parts is not None:
+            yield "clusters", functools.partial(self._form, program, parts, device)
+        yield "", functools.partial(self._form, program, None, device)
+        if self._knob("policy") == "frozen":
+            for earlier in self.plans.outgrown(program):
+                other = self._grow(program, earlier, failed)
+                if other is not None:
+                    yield "room", functools.partial(self._with_room, other, device)
+
+    def _form(self, program: Program, clusters: Clusters | None, device: int) -> Future[Any]:
+        """A program as it is."""
         if clusters and self._journal is not None:
             self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
         ready = RegionForms(self._workshop, program, clusters, device).start()
         self.counters.regions_planned += 1
         self.counters.regions_clustered += bool(clusters)
         self._planned(program)
+        return ready
 
-        def tell(made: Future[Any]) -> None:
-            error = made.exception()
-            if error is not None:
-                self._made_not(plan, recorded, shapes, error)
-                return
-            form = made.result()
-            if grown is not None:
-                self._rooms[program, device] = form
-                form = Padded(self.client, self.counters, grown, form)
-            plan.ready(form)
+    def _with_room(self, grown: Grown, device: int) -> Future[Any]:
+        """What runs a program that has room."""
+        program, made = grown.program, Future[Any]()
+        known = self._rooms.get((program, device))
+        if known is not None:
+            made.set_result(Padded(self.client, self.counters, grown, known))
+            return made
 
-        ready.add_done_callback(tell)
+        def tell(ready: Future[Any]) -> None:
+            with failing(made.set_exception):
+                form = self._rooms[program, device] = ready.result()
+                made.set_result(Padded(self.client, self.counters, grown, form))
+
+        self._form(program, self._clusters(program), device).add_done_callback(tell)
+        return made
 
     def _clusters(self, program: Program) -> Clusters | None:
         return self.plans.clusters(program) if self._knob("clusters") else None
 
-    def _made_not(self, plan: Any, program: Program, shapes: Iterator[Grown | None], error: BaseException) -> None:
-        """Goes on to the next shape where one is not compiled and must not be."""
-        failure = _explained(error, plan)
-        if isinstance(error.__cause__, NotCompiledError):
-            try:
-                self._make(plan, program, shapes)
-            except StopIteration:
-                plan.failed(failure)
-            except Exception as other:  # noqa: BLE001 -- whoever reads the region's values raises it
-                plan.failed(_unlowered(other, plan.line, plan.run))
-        else:
-            plan.failed(failure)
-
-    def _shapes(self, program: Program, before: Any, device: int) -> Iterator[Grown | None]:
-        """What may run a program, best first: with room (see `growth`), or as it is (None). Where nothing may be
-        compiled, what another process gave room to, or did not, serves too."""
-        grown = None
-        if before is not None:
-            grown = self._grow(program, before.program)
-            if grown is not None and (grown.program, device) not in self._rooms:
-                self.plans.note_outgrown(before.program)
-        yield grown
-        if self._knob("policy") == "frozen":
-            if grown is not None:
-                yield None
-            for earlier in self.plans.outgrown(program):
-                other = self._grow(program, earlier)
-                if other is not None:
-                    yield other
-
-    def _grow(self, program: Program, before: Program) -> Grown | None:
+    def _grow(self, program: Program, before: Program, failed: list[tuple[str, Exception]]) -> Grown | None:
         """The program with room for what has grown since another one; None where it is better left as it is."""
         try:
             grown = grow(program, before, self._rule_of)
         except Fixed as error:
             if "cluster" in self._knob("log"):
                 log.write(f"tpu: the region at {program.line} gets no room: {error}")
+            return None
+        except Exception as error:  # noqa: BLE001 -- the plain form serves as well
+            failed.append(("room", error))
             return None
         self.counters.regions_grown += 1
         return grown
@@ -254,8 +301,12 @@ class Engine:
         """Waits for a guard's device-side checks and raises the error of the first that failed."""
         guard.resolve()
 
-    def finish(self, device: int) -> None:
+    def await_launches(self, device: int) -> None:
         """Waits until everything launched on the device has run."""
+        self._executor.await_launches(device)
+
+    def finish(self, device: int) -> None:
+        """Raises what no read has raised of that. Never waits."""
         self._executor.finish(device)
 
     def waiting(self, info: str, seconds: float) -> None:
@@ -271,7 +322,7 @@ class Engine:
         return self.client.device_name(device)
 
 
-def _unlowered(error: Exception, line: str, run: str) -> Exception:
+def _unlowered(error: BaseException, line: str, run: str) -> BaseException:
     """The error of a region that was not lowered; a RuntimeError names its op, and where that was first recorded."""
     if isinstance(error, RuntimeError) and not run:
         return error

@@ -11,14 +11,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from rotation import number_of_commit
 
-from torchtpu import metrics
+from torchtpu import metrics, startup
 
 OUTCOME = pytest.StashKey[pytest.CallInfo[None]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the long versions of the tests (some hours)")
+    parser.addoption("--rotation", type=int, metavar="N", help="check what the commit of this number checked")
     parser.addoption("--shard", default="0/1", metavar="I/N", help="of the long version of test_opinfo.py")
     parser.addoption("--results", metavar="FILE", help="where test_opinfo.py keeps its results and goes on from")
 
@@ -28,6 +30,24 @@ def pytest_configure(config: pytest.Config) -> None:
     directory = tempfile.TemporaryDirectory(prefix="torchtpu-tests-", ignore_cleanup_errors=True)
     os.environ["TORCHTPU_CACHE_DIR"] = directory.name
     config.add_cleanup(directory.cleanup)
+
+
+def rotation_of(config: pytest.Config) -> int:
+    """The number that decides which part is checked of what is too much for one run."""
+    given: int | None = config.getoption("--rotation")
+    return number_of_commit() if given is None else given
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"rotation {rotation_of(config)} (again: pytest --rotation {rotation_of(config)})"
+
+
+@pytest.fixture
+def rotation(pytestconfig: pytest.Config) -> int:
+    """What tests draw from that look elsewhere with each commit; a failure says how to look there again."""
+    number = rotation_of(pytestconfig)
+    print(f"again: pytest --rotation {number}")
+    return number
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,6 +100,17 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     for thread in user_threads() - threads:
         thread.join(timeout=5)
     assert user_threads() <= threads, "a thread outlives the test"
+
+
+@pytest.fixture(autouse=True)
+def no_optimisation_fails(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test ends without an optimisation that raised, but for those that its marker `bailouts` names."""
+    bailouts = startup.engine_counters().bailouts.last
+    bailouts.clear()
+    yield
+    expected = {name for marker in request.node.iter_markers("bailouts") for name in marker.args}
+    unexpected = [str(bailout) for bailout in bailouts if bailout.what not in expected]
+    assert not unexpected, "\n".join(unexpected)
 
 
 @pytest.fixture

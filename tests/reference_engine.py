@@ -74,6 +74,9 @@ class ReferenceEngine:
             plan.ready(executable)
 
     def launch(self, work: Any) -> None:
+        for error in (work.build_error, work.stopped_by):
+            if error is not None:
+                return work.failed(error)
         errors = work.errors()
         if errors and not work.is_slice:
             return work.failed(errors[0][0])
@@ -102,8 +105,14 @@ class ReferenceEngine:
     def resolve(self, guard: object) -> None:
         raise AssertionError("no launch made a guard")
 
-    def finish(self, device: int) -> None:
+    def is_prompt(self, work: Any) -> bool:
+        return True
+
+    def await_launches(self, device: int) -> None:
         """Nothing runs between the calls."""
+
+    def finish(self, device: int) -> None:
+        """What failed was raised by the calls."""
 
     def infer(self, name: str, args: Any) -> Any:
         return startup._lazy.infer(name, args)

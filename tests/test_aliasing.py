@@ -144,13 +144,13 @@ def run_programs(engine: str, mode: str, count: int, length: int, shard: int = 0
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_recorder_does_what_the_cpu_does(mode: str) -> None:
-    run_programs("reference", mode, 500, 14)
+def test_the_recorder_does_what_the_cpu_does(mode: str, rotation: int) -> None:
+    run_programs("reference", mode, 500, 14, SHARDS + rotation)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_compiled_programs_do_what_the_cpu_does(mode: str) -> None:
-    run_programs("xla", mode, 40, 12)
+def test_compiled_programs_do_what_the_cpu_does(mode: str, rotation: int) -> None:
+    run_programs("xla", mode, 40, 12, SHARDS + rotation)
 
 
 @pytest.mark.full

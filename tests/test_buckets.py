@@ -231,6 +231,36 @@ def test_a_graph_that_draws_is_not_padded(verdicts: list[bool]) -> None:
     assert verdicts == [False]
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.flip(0),
+        lambda x: x.flip([1]) + 1,
+        lambda x: x.sort()[0],
+        lambda x: torch.sort(x, stable=True)[0],
+        lambda x: x.argsort(),
+        lambda x: x.roll(2),
+        lambda x: x.roll(1, 1) * 2,
+        lambda x: torch.cumsum(x, dim=-1),
+    ],
+)
+def test_arguments_that_are_left_out_have_their_defaults(function: Callable[[Tensor], Tensor]) -> None:
+    compiled = torch.compile(function)
+    for rows in (3, 5, 6, 9):
+        x = floats(rows, 4)
+        assert_as_on_cpu(compiled(x.to("tpu")), function(x))
+
+
+def test_gradients_that_are_scaled_by_frequency_do_not_count_the_surplus() -> None:
+    table = nn.Embedding(20, 4, scale_grad_by_freq=True)
+    on_tpu = copy.deepcopy(table).to("tpu")
+    compiled = torch.compile(lambda ids: [on_tpu(ids).sum()])
+    for rows in (3, 5, 9, 12):
+        ids = tokens(rows, 2) // 4
+        expected = gradients(table, lambda ids: [table(ids).sum()], (ids,))[1]
+        assert_as_on_cpu(gradients(on_tpu, compiled, moved((ids,)))[1], expected)
+
+
 def test_the_knob_leaves_sizes_as_they_are(verdicts: list[bool]) -> None:
     with config.using(buckets=False):
         torch.compile(lambda x: x + 1, dynamic=True)(floats(3, 4).to("tpu"))

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,34 @@ def test_prune_deletes_down_to_a_size(store: DirectoryStore) -> None:
     assert cache_json("prune", "--max-bytes", "9K") == {"deleted": 3, "entries": 2, "nbytes": 8192}
     assert cache_json("prune", "--max-bytes", "0")["entries"] == 0
     assert "expected a size" in cache("prune", "--max-bytes", "many", status=2)
+
+
+def test_pipes_and_directories_among_the_entries_are_damage(store: DirectoryStore, tmp_path: Path) -> None:
+    digests = fill(store)
+    paths = {file.digest: file.path for file in store.entries()}
+    for digest in digests[:2]:
+        paths[digest].unlink()
+    os.mkfifo(paths[digests[0]])
+    paths[digests[1]].mkdir()
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(len(cache_json("verify", status=1)["damaged"]))
+        answers.append(sum("damaged" in row for row in cache_json("ls")))
+        answers.append(cache("info", digests[0], status=1))
+        answers.append(cache("explain", digests[0], status=1))
+        answers.append(len(cache_json("export", str(tmp_path / "bundle"))["left_out"]))
+        answers.append(cache("verify", "--delete", status=1))
+
+    asking = threading.Thread(target=ask, daemon=True)  # before, it waited for somebody to write into the pipe
+    asking.start()
+    asking.join(120)
+    assert answers[:2] == [2, 2]
+    assert "not a regular file" in answers[2]
+    assert "not a regular file" in answers[3]
+    assert answers[4] == 2
+    assert "2 damaged, 1 of them deleted" in answers[5]
+    assert not paths[digests[0]].exists()
 
 
 def test_a_bundle_moves_entries(store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
+import hashlib
 import os
 import random
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -18,8 +21,8 @@ import cache_support
 import pytest
 from cache_support import child, entry_file, finish, key, must_not_build, payload, ready
 
-from torchtpu.compiler_cache import DirectoryStore, NullStore, Store, open_store
-from torchtpu.compiler_cache.flight import KeyLock
+from torchtpu.compiler_cache import DirectoryStore, NullStore, Store, export_bundle, files, flight, open_store
+from torchtpu.compiler_cache.flight import KeyLock, Lease
 
 home = pytest.fixture(cache_support.home)
 store = pytest.fixture(cache_support.store)
@@ -280,7 +283,168 @@ def test_an_interrupted_build_is_not_in_the_way(store: DirectoryStore) -> None:
     assert store.get_or_build(key(1), lambda: b"code") == b"code"
 
 
+STOPPED = """
+    from torchtpu.compiler_cache import flight
+    flight.RENEW_SECONDS = 0.05
+    def build():
+        print("building", flush=True); sys.stdin.readline()
+        return b"code of the first"
+    built = DirectoryStore(sys.argv[1]).get_or_build(key(1), build)
+    print(built.decode(), flush=True)
+"""
+
+
+def waiting(store: DirectoryStore, count: int) -> tuple[list[threading.Thread], list[bytes], list[int]]:
+    """Threads that ask for a key in stores of their own, as processes do, what they got, and a mark for each build."""
+    results: list[bytes] = []
+    builds: list[int] = []
+
+    def build() -> bytes:
+        builds.append(1)
+        time.sleep(0.3)
+        return b"code of the second"
+
+    def ask() -> None:
+        results.append(DirectoryStore(store.directory).get_or_build(key(1), build))
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, results, builds
+
+
+def test_a_stopped_builder_is_overtaken_by_one(
+    store: DirectoryStore, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(flight, "RENEW_SECONDS", 0.05)
+    builder = child(STOPPED, home)
+    try:
+        assert ready(builder) == "building"
+        builder.send_signal(signal.SIGSTOP)
+        threads, results, builds = waiting(store, 4)
+        for thread in threads:
+            thread.join(60)
+        assert results == [b"code of the second"] * 4
+        assert len(builds) == 1
+        builder.send_signal(signal.SIGCONT)
+        assert finish_with(builder, "\n") == "code of the first"
+        assert list((home / "locks").iterdir()) == []
+    finally:
+        builder.kill()
+        builder.wait()
+
+
+def test_a_slow_builder_is_waited_for(store: DirectoryStore, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight, "LEASE_SECONDS", 1.0)
+    builder = child(STOPPED, home)
+    try:
+        assert ready(builder) == "building"
+        threads, results, builds = waiting(store, 2)
+        threads[0].join(3)
+        assert all(thread.is_alive() for thread in threads)
+        assert finish_with(builder, "\n") == "code of the first"
+        for thread in threads:
+            thread.join(60)
+        assert results == [b"code of the first"] * 2
+        assert builds == []
+    finally:
+        builder.kill()
+        builder.wait()
+
+
+def finish_with(process: subprocess.Popen[str], line: str) -> str:
+    return process.communicate(line, timeout=120)[0].strip()
+
+
+def test_a_lease_ends_by_the_waiters_turns_and_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = Lease()
+    turns = int(flight.LEASE_SECONDS / 0.1)
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    monkeypatch.setattr(time, "monotonic", lambda: 1e12)
+    assert not any(lease.is_over((1, 5), 0.1) for _ in range(turns - 2))
+    assert not any(lease.is_over((1, sign), 0.1) for sign in range(3 * turns))
+    assert not lease.is_over((2, 3 * turns - 1), 0.1)
+    assert any(lease.is_over((2, 3 * turns - 1), 0.1) for _ in range(turns + 2))
+
+
 # Damage
+
+
+def test_a_sparse_file_that_announces_terabytes_is_a_miss(
+    store: DirectoryStore, home: Path, lines: list[str], tmp_path: Path
+) -> None:
+    store.put(key(1), b"code")
+    path, announced = entry_file(store, key(1)), 8 * 2**40
+    head = struct.pack("<8sIIIQ", b"TORCHTPU", 1, len(key(1).encoded), 2, announced)
+    path.write_bytes(head + bytes(32) + key(1).encoded + b"{}")
+    try:
+        os.truncate(path, path.stat().st_size + announced)
+    except OSError as error:
+        pytest.skip(f"this disk has no such files: {error}")
+    assert "holes" in {file.digest: why for file, why in store.damaged()}[key(1).digest]
+    assert store.find("program", key(1).digest) is None
+    assert store.nearest(key(2)) is None
+    assert export_bundle(store, tmp_path / "bundle")[0] == 0
+    assert_is_missed_and_rebuilt(home, lines)
+
+
+def test_what_does_not_fit_into_memory_is_a_miss(
+    store: DirectoryStore, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(key(1), b"code")
+
+    def refuse(*arguments: object) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "decode", refuse)
+        assert store.get(key(1)) is None
+    assert len(lines) == 1
+    assert "MemoryError" in lines[0]
+    assert store.get(key(1)) == b"code"
+
+
+def test_damage_is_named_a_few_times_and_then_counted(store: DirectoryStore, lines: list[str]) -> None:
+    for i in range(50):
+        store.put(key(i), b"code")
+        entry_file(store, key(i)).write_bytes(b"damaged")
+    reader = DirectoryStore(store.directory)
+    assert all(reader.get(key(i)) is None for i in range(50))
+    reader.discard(key(0), "unknown instruction")
+    assert reader.stats().damaged == 50
+    assert len(lines) == 3
+    del reader
+    gc.collect()
+    assert len(lines) == 4
+    assert "51 entries" in lines[-1]
+
+
+def test_what_a_decoder_refuses_is_forgotten(store: DirectoryStore, home: Path, lines: list[str]) -> None:
+    store.put(key(1), b"text")
+
+    def decode(content: bytes) -> int:
+        return int(content)
+
+    assert store.load(key(1), decode) is None
+    assert store.load(key(2), decode) is None
+    assert (store.stats().discarded, len(lines)) == (1, 1)
+    store.put(key(1), b"17")
+    assert store.load(key(1), decode) == 17
+    assert DirectoryStore(home).load(key(1), decode) == 17
+
+
+@pytest.mark.parametrize(
+    "note", [b"[]", b'{"build_ms":Infinity}', b'{"build_ms":NaN}', b'{"x":[1]}', b"[" * 100_000, b"1" * 5000]
+)
+def test_an_entry_with_a_note_that_is_none_is_a_miss(store: DirectoryStore, note: bytes) -> None:
+    path = entry_file(store, key(1))
+    store.put(key(1), b"code")
+    head = struct.pack("<8sIIIQ", b"TORCHTPU", 1, len(key(1).encoded), len(note), 4)
+    rest = key(1).encoded + note + b"code"
+    path.write_bytes(head + hashlib.sha256(head + rest).digest() + rest)
+    assert store.get(key(1)) is None
+    assert store.stats().damaged == 1
 
 
 def assert_is_missed_and_rebuilt(home: Path, lines: list[str]) -> None:
@@ -348,6 +512,32 @@ def test_what_is_no_file_is_a_miss(store: DirectoryStore, lines: list[str], kind
     assert len(lines) <= 2, lines
 
 
+def test_a_directory_in_place_of_an_entry_stops_no_other_write(store: DirectoryStore, lines: list[str]) -> None:
+    entry_file(store, key(1)).mkdir(parents=True)
+    assert store.get_or_build(key(1), lambda: b"code") == b"code"
+    assert store.put(key(2), b"code")
+    assert store.get(key(2)) == b"code"
+    assert [file.digest for file, why in store.damaged() if "not a regular file" in why] == [key(1).digest]
+
+
+def test_a_pipe_in_place_of_an_entry_is_read_by_nobody(store: DirectoryStore, tmp_path: Path) -> None:
+    store.put(key(1), b"code")
+    entry_file(store, key(1)).unlink()
+    os.mkfifo(entry_file(store, key(1)))
+    (file,) = store.entries()
+    found: list[Any] = []
+
+    def read() -> None:
+        found.extend([list(store.damaged()), store.find("program", key(1).digest), store.nearest(key(2))])
+        found.append(export_bundle(store, tmp_path / "bundle"))
+
+    reading = threading.Thread(target=read, daemon=True)  # before, it waited for somebody to write
+    reading.start()
+    reading.join(60)
+    why = "not a regular file"
+    assert found == [[(file, why)], None, None, (0, ((f"program/{key(1).digest}", why),))]
+
+
 def test_a_cache_deleted_while_in_use_comes_back(store: DirectoryStore, home: Path) -> None:
     store.put(key(1), b"code")
     for path in sorted(home.rglob("*"), reverse=True):
@@ -410,6 +600,18 @@ def test_a_disk_without_locks_still_builds(
     assert len(lines) == 1, lines
 
 
+def test_a_write_that_fails_stops_no_other_write(home: Path) -> None:
+    code = """
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        store = DirectoryStore(sys.argv[1])
+        print(*[store.get_or_build(key(n), lambda: bytes(n)) == bytes(n) for n in (100_000, 100, 200_000, 200)])
+    """
+    assert finish(child(code, home)).split() == ["True"] * 4
+    assert sorted(len(file.read().payload) for file in DirectoryStore(home).entries()) == [100, 200]
+    assert list((home / "tmp").iterdir()) == []
+
+
 def test_a_full_disk_degrades_to_no_cache(tmp_path: Path, lines: list[str]) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting takes root")
@@ -428,6 +630,7 @@ def test_a_full_disk_degrades_to_no_cache(tmp_path: Path, lines: list[str]) -> N
         assert store.get_or_build(key(7), lambda: payload(7)) == payload(7)
         assert store.get(key(0)) == b"small"
         assert len(lines) == 1, lines
+        assert store.put(key(2), b"small too")
         assert list((disk / "cache" / "tmp").iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -120,6 +120,28 @@ def test_a_member_that_is_not_as_announced_is_refused_alone(bundle: Path, other:
     assert [entry.digest for entry in other.entries()] == [key(2).digest]
 
 
+@pytest.mark.parametrize("entries", ["Infinity", '[{"name": [], "nbytes": Infinity, "sha256": 1}]', "[" * 100_000, "7"])
+def test_a_manifest_of_no_sense_is_no_bundle(bundle: Path, other: DirectoryStore, entries: str) -> None:
+    text = f'{{"format": "torchtpu cache bundle 1", "entry_version": 1, "entries": {entries}}}'.encode()
+    changed = rewritten(bundle, {"manifest.json": text})
+    try:
+        done = import_bundle(other, changed, trusts=True)
+    except BundleError:
+        return
+    assert done.stored == 0
+    assert len(done.refused) >= 4
+
+
+def test_a_member_larger_than_the_file_is_no_bundle(bundle: Path, other: DirectoryStore) -> None:
+    content = bundle.read_bytes()
+    for kind in (tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE):
+        member = tarfile.TarInfo("program/large")
+        member.size, member.type = 8 * 2**30 - 1, kind
+        bundle.write_bytes(member.tobuf() + content)
+        with pytest.raises(BundleError):
+            import_bundle(other, bundle, secret=SECRET)
+
+
 @pytest.mark.parametrize("content", [b"", b"not a tar", b"\0" * 10240])
 def test_what_is_no_bundle_is_refused(tmp_path: Path, other: DirectoryStore, content: bytes) -> None:
     (tmp_path / "bundle").write_bytes(content)

@@ -220,7 +220,7 @@ def test_a_killed_rank_ends_the_others_with_an_error_that_names_it() -> None:
     message = survivor.err.strip().splitlines()[-1]
     line = line_of(code, "dist.all_reduce(x)")
     assert re.search(rf"rank 0: all_reduce SUM float32\[4\] \(number 2, at \S+script\.py:{line}\)", message)
-    assert "rank 1 did not answer: its process has ended" in message
+    assert "rank 1 has ended: its connection" in message
 
 
 @pytest.mark.full

@@ -78,6 +78,14 @@ def test_a_failure_names_the_op_and_the_lines(stage: str, monkeypatch: pytest.Mo
         assert part in str(failure.value)
 
 
+def test_what_goes_wrong_while_a_build_is_reported_reaches_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    BREAKS["compile"](monkeypatch)
+    monkeypatch.setattr("torchtpu.runtime.engine._explained", refuse)
+    read = torchtpu.async_read(host(1.0, 2.0).cosh() * 3)
+    with pytest.raises(RuntimeError, match="refused by the test"):
+        read.result(60)  # a reader that nobody tells waits for ever
+
+
 def test_an_op_that_cannot_be_lowered_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2, 13, device="tpu")
     x.cpu()

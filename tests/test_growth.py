@@ -48,6 +48,8 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "largest": lambda x: x.log().amax(0),
     "least": lambda x: (1 / x).amin(0),
     "place of the largest": lambda x: x.argmax(0),
+    "place among all": lambda x: x.argmax(),
+    "place among all of columns": lambda x: x.t().contiguous().argmin() + (1 / x.t()).argmax(),
     "softmax": lambda x: (1 / x).softmax(0),
     "log_softmax of rows": lambda x: x.log_softmax(1),
     "linear": lambda x: F.linear(x, WEIGHT.to(x.device)),
@@ -94,12 +96,14 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "attention of one": lambda x: attend(x[-1:], x, is_causal=False),
     "attention with a bias": lambda x: attend(x, x, attn_mask=(x @ x.t())[None, None]),
     "attention with a mask": lambda x: attend(x, x, attn_mask=(x @ x.t() > 0)[None, None]),
+    "attention with a mask for all": lambda x: attend(x, x, attn_mask=(x.sum() + x[:, 0, None] - x[:, 0]).tril() != 0),
+    "causal attention of more queries": lambda x: attend(torch.cat([x, WEIGHT.to(x.device)]), x, is_causal=True),
 }  # fmt: skip
 
 
 NO_ROOM = {
-    "all but the first", "flat", "joined with itself", "joined behind", "range in the middle", "sorted", "flipped",
-    "variance",
+    "place among all of columns", "all but the first", "flat", "joined with itself", "joined behind",
+    "range in the middle", "sorted", "flipped", "variance", "causal attention of more queries",
 }  # fmt: skip
 
 
@@ -175,6 +179,28 @@ def test_two_sizes_that_change_get_no_room() -> None:
         return [(torch.ones(n, 2 * n, device=device) * 3).sum(0).cpu() for n in range(3, 10)]
 
     assert same_on_both(loop)[1] == 0
+
+
+@pytest.mark.parametrize("op", [Tensor.sum, Tensor.mean, Tensor.amax, Tensor.argmin, Tensor.softmax, Tensor.cumsum])
+def test_a_dimension_that_changes_with_the_sizes_is_no_size(op: Callable[..., Tensor]) -> None:
+    def loop(device: str) -> list[Tensor]:
+        return [op(torch.randn(5 + i, 5 + i, 8).to(device), i % 2).cpu() for i in range(6)]
+
+    same_on_both(loop)
+
+
+def test_integers_in_the_surplus_that_are_no_numbers_as_floats_change_nothing() -> None:
+    one, nan = (torch.tensor(x).view(torch.int32).item() for x in (1.0, float("nan")))
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in range(3, 9):
+            bits = torch.ones(n, 4, dtype=torch.int32).to(device) * (one - nan) + nan  # NaN where there was 0
+            bits[0].sum().item()
+            found.append((torch.ones(n, 4).to(device).t() @ bits.view(torch.float32)).cpu())
+        return found
+
+    assert same_on_both(loop)[1] > 0
 
 
 def test_where_an_op_has_no_room_the_others_are_shared() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from script import run_script
 from torch.utils.data import DataLoader, TensorDataset
+
+from torchtpu.runtime.compile.variants import RegionForms
 
 SETUP = """
     import os, signal, sys, threading, time
@@ -179,3 +183,225 @@ def test_a_forked_child_is_told_so_by_the_first_op() -> None:
     """
     )
     assert ended == (0, "7\n", "")
+
+
+HANDLED = """
+    class Failure(Exception): pass
+    class Stop(BaseException): pass
+    raised = []
+    def handle(number, frame):
+        raised.append(kind(number))
+        raise raised[-1]
+    signal.signal(signal.SIGTERM, handle)
+
+    def during(owner, name):
+        # A signal comes in the middle of the next call, which is Python code of the runtime's.
+        call = getattr(owner, name)
+        def interrupted(*args):
+            setattr(owner, name, call)
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(100):  # where a handler would run
+                pass
+            return call(*args)
+        setattr(owner, name, interrupted)
+
+    def is_raised(call):
+        raised.clear()
+        try:
+            call()
+        except BaseException as error:
+            return [error] == raised
+        return False
+
+    def step():
+        global w
+        w = w * 2 + 1
+        return w.tolist()
+
+    w = x
+    for _ in range(3):
+        step()  # from now on the thread that reads launches it
+"""
+
+
+@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "Failure", "Stop", "TimeoutError"])
+def test_what_a_handler_raises_during_a_launch_leaves_the_read_and_the_values_stay(kind: str) -> None:
+    ended = run_script(
+        SETUP
+        + HANDLED
+        + f"""
+    kind = {kind}
+    for name in ("execute", "wait"):
+        for _ in range(3):
+            during(startup.engine().client, name)
+            print(is_raised(step), end=" ")
+    print(len(raised), w.tolist() == [(2 ** 9) * (i + 1) - 1 for i in range(5)])
+    """
+    )
+    assert (ended.status, ended.out, ended.err) == (0, "True " * 6 + "1 True\n", "")
+
+
+@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "Failure", "Stop", "NotImplementedError"])
+def test_what_a_handler_raises_during_shape_inference_is_no_reason_to_run_on_the_cpu(kind: str) -> None:
+    ended = run_script(
+        SETUP
+        + HANDLED
+        + f"""
+    import torchtpu
+    kind = {kind}
+    engine, made = startup._lazy, None
+    def norm():
+        global made
+        made = torch.native_group_norm(image, None, None, 1, 4, 9, 2, 1e-5)[0]
+    image = torch.arange(36.0, device="tpu").reshape(1, 4, 3, 3)
+    during(engine, "infer")
+    print(is_raised(norm), torchtpu.metrics.snapshot()["cpu_fallbacks"])
+    norm()
+    print(torch.allclose(made.cpu(), torch.native_group_norm(image.cpu(), None, None, 1, 4, 9, 2, 1e-5)[0], atol=1e-5))
+    """
+    )
+    assert (ended.status, ended.out, ended.err) == (0, "True {}\nTrue\n", "")
+
+
+def test_a_signal_that_waits_reaches_the_wakeup_descriptor_and_the_handler_of_the_day() -> None:
+    ended = run_script(
+        SETUP
+        + HANDLED
+        + """
+    import socket
+    kind, client = Failure, startup.engine().client
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno())
+    during(client, "execute")
+    print(is_raised(step), ours.recv(8) == bytes([signal.SIGTERM]))
+    signal.set_wakeup_fd(-1)
+
+    heard = []
+    execute = client.execute
+    def resetting(*args):
+        signal.signal(signal.SIGTERM, lambda *_: heard.append("new"))
+        return execute(*args)
+    client.execute = resetting
+    step()
+    client.execute = execute
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.01)
+    print(heard)
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what has no handler in Python is left alone
+    def dying(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+    client.execute = dying
+    sys.stdout.flush()
+    step()
+    """
+    )
+    assert (ended.status, ended.out, ended.err) == (-15, "True True\n['new']\n", "")
+
+
+def test_a_process_forked_during_a_launch_has_its_own_handlers() -> None:
+    ended = run_script(
+        SETUP
+        + HANDLED
+        + """
+    kind, client, execute = Failure, startup.engine().client, startup.engine().client.execute
+    def forking(*args):
+        if os.fork() == 0:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(5)
+            except Failure:
+                os._exit(7)
+            os._exit(0)
+        return execute(*args)
+    client.execute = forking
+    step()
+    client.execute = execute
+    print(os.waitstatus_to_exitcode(os.wait()[1]), is_raised(step))
+    """
+    )
+    assert (ended.status, ended.out, ended.err) == (0, "7 False\n", "")
+
+
+SOAK = """
+    import sys
+    sys.path.insert(0, {folder!r})
+    sys.argv[1:] = {arguments!r}
+    import interrupt_soak
+    sys.exit(interrupt_soak.main())
+"""
+
+
+def soak(model: str, every: int, interrupts: int) -> None:
+    arguments = ["--model", model, "--every", str(every), "--interrupts", str(interrupts)]
+    ended = run_script(SOAK.format(folder=str(Path(__file__).parent), arguments=arguments), seconds=60 + interrupts)
+    assert ended.status == 0, ended.out + ended.err
+
+
+@pytest.mark.parametrize(("model", "every"), [("mlp", 1), ("mlp", 50), ("gpt", 10), ("compiled", 1), ("loader", 10)])
+def test_an_interrupted_loop_has_the_state_of_an_op_boundary_and_goes_on(model: str, every: int) -> None:
+    soak(model, every, 20)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("every", [1, 10, 50])
+@pytest.mark.parametrize("model", ["mlp", "gpt", "compiled", "loader"])
+def test_a_thousand_interrupts_lose_change_and_swallow_nothing(model: str, every: int) -> None:
+    soak(model, every, 1000)
+
+
+COMPILES = (
+    SETUP
+    + """
+    import atexit
+    atexit.register(lambda: print("atexit"))
+    table, rows, source = torch.zeros(9, 4, device="tpu"), torch.arange(240, device="tpu") % 9, x[:4] + 1
+    table.cpu(), rows.cpu(), source.cpu()
+    compiling = threading.Event()
+    def compile_and_say(*args):
+        compiling.set()
+        return compile(*args)
+    startup.engine().client.compile = compile_and_say
+    startup.engine().compiler._store = type("None", (), {"keeps": False})()
+    for i in range(240):
+        table[rows[i]] += source
+    _C.cut("test")
+    compiling.wait()
+    time.sleep(0.3)
+    def later(seconds):
+        threading.Thread(target=lambda: (time.sleep(seconds), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
+    def leave():
+        print(time.time(), end=" ")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+"""
+)
+LEAVES = {
+    "return": ("leave()", 0),
+    "status": ("leave(); sys.exit(3)", 3),
+    "exception": ("leave(); raise ValueError('mine')", 1),
+    "at once": ("print(time.time(), 'atexit', flush=True); os._exit(4)", 4),
+    "SIGTERM handled": ("leave(); os.kill(os.getpid(), signal.SIGTERM); table.cpu()", 5),
+    "Ctrl-C": ("later(0.3); leave(); table.cpu()", -2),
+    "Ctrl-C twice": ("later(0.3); later(0.6); leave(); table.cpu()", -2),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_process_that_ends_while_xla_compiles_has_its_own_status(name: str) -> None:
+    code, status = LEAVES[name]
+    ended = run_script(COMPILES + "    " + code, TORCHTPU_CLUSTERS="0")
+    assert (ended.status, ended.out.split()[1:]) == (status, ["atexit"]), ended.err
+    assert "terminate" not in ended.err and "FATAL" not in ended.err
+
+
+def test_a_program_that_cannot_be_handed_over_fails_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise KeyError("refused by the test")
+
+    x = torch.arange(4.0, device="tpu")
+    for name in ("_form", "_compiles_for"):
+        monkeypatch.setattr(RegionForms, name, refuse)
+        with pytest.raises(KeyError, match="refused by the test"):
+            torch.cosh(x[: len(name) % 4 + 1]).cpu()
+        monkeypatch.undo()

@@ -41,8 +41,9 @@ ARGUMENTS = (
     (OPERAND, (1, 2.5), ()),
 )
 RESULT = Result(0, (2,), (1,), torch.int64, Base((2,), torch.int64))
+RESULTS = (RESULT, None, (replace(RESULT, value=2), None))
 WRITE = Write(0, None, 1, (2, 3), (3, 1), 0, torch.float32, BASE, replaces=True)
-OP = Op("add_.Tensor", ARGUMENTS, (RESULT, None, (RESULT, None)), (WRITE,), "train.py:3")
+OP = Op("add_.Tensor", ARGUMENTS, RESULTS, (WRITE,), "train.py:3")
 PROGRAM = Program((OP,), (BASE,), (0, 1), (0,), 3, 3, "train.py:9")
 
 
@@ -99,6 +100,9 @@ def test_a_journal_tells_each_program_once_and_every_outcome(tmp_path: Path) -> 
         "[]\n",
         '{"format": "torchtpu manifest 0"}\n',
         '{"format": "torchtpu manifest 1"}\n{}\n',
+        '{"format": ' + "[" * 100_000,
+        '{"format": "torchtpu manifest 1"}\n' + "[" * 100_000,
+        '{"format": "torchtpu manifest 1"}\n{"program": Infinity}\n',
         '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"Program": []}}}\n',
         '{"format": "torchtpu manifest 1"}\n{"program": {"program": {"dtype": "manual_seed"}}}\n',
     ],
@@ -107,3 +111,49 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest").write_text(text)
     with pytest.raises(ManifestError):
         list(read_lines(tmp_path / "manifest"))
+
+
+def altered(**changes: manifest.Any) -> manifest.Any:
+    """The line of a program, with other values in it; a name is where one stands: `ops_0_0` is the first op's name."""
+    line = manifest._encode_recorded(Recorded(PROGRAM))
+    for where, value in changes.items():
+        at: manifest.Any = [line["program"]["Program"]]
+        *path, last = where.split("_")
+        inside = at[0]
+        for name in path:
+            inside = inside[int(name)]
+            inside = next(iter(inside.values())) if isinstance(inside, dict) else inside
+        inside[int(last)] = value
+    return line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"5": 2**40},
+        {"5": float("inf")},
+        {"4": True},
+        {"2": [7]},
+        {"3": [1]},
+        {"1_0": {"Base": [[2**40, 2**40], {"dtype": "float32"}]}},
+        {"1_0": {"Base": [[-1], {"dtype": "float32"}]}},
+        {"1_0": {"Base": [[2, 3], {"dtype": "manual_seed"}]}},
+        {"1_0": {"Base": [[3, 2], {"dtype": "float32"}]}},
+        {
+            "0_0_1_0": {
+                "Operand": [5, [3, 2], [1, 3], 0, {"dtype": "float32"}, {"Base": [[2, 3], {"dtype": "float32"}]}]
+            }
+        },
+        {"0_0_1_3": 2**70},
+        {"0_0_1_11": {"device": "nowhere:99"}},
+        {"0_0_1_12": {"Scalar": [{"Lifted": ["f", 3]}, {"dtype": "float64"}, True]}},
+        {"0_0_2_0_0": 1},
+        {"0_0_2_0_1": [2, 2]},
+        {"0_0_3_0_0": 1},
+    ],
+    ids=str,
+)
+def test_a_program_that_nothing_records_is_refused(changes: dict[str, manifest.Any]) -> None:
+    assert decode_recorded(altered()).program == PROGRAM
+    with pytest.raises(ValueError, match=r"\w"):
+        decode_recorded(altered(**changes))

@@ -263,3 +263,19 @@ def test_running_results_are_as_precise_as_the_cpus(name: str) -> None:
 def test_the_phase_of_running_complex_sums_goes_on_as_on_the_cpu() -> None:
     x = torch.randn(5, 40, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)) * 3
     torch.testing.assert_close(x.to("tpu").logcumsumexp(1).cpu(), x.logcumsumexp(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("call", [torch.sort, torch.argsort, functools.partial(torch.sort, stable=True)])
+def test_sorting_refuses_a_dimension_that_is_not_there(call: Any) -> None:
+    for x in (torch.ones(4, device="tpu"), torch.ones((), device="tpu")):
+        with pytest.raises(
+            IndexError, match=r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)"
+        ):
+            call(x, dim=1)
+
+
+@pytest.mark.parametrize("op", [torch.var, torch.std])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_variance_of_integers_is_refused(op: Any, dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match="std and var only support floating point and complex dtypes"):
+        op(torch.ones(3, 4, dtype=dtype, device="tpu"), 0)

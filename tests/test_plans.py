@@ -183,6 +183,43 @@ def test_that_a_program_has_no_clusters_is_kept(
     again.close()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"program": "sha256:1"},
+        {"kinds": ["f" * 100_000]},
+        {"sources": [2**70]},
+        {"checks": [["message", "os", "system", 0, "0"]]},
+        {"checks": [["message", "this", "Error", 0, "0"]]},
+        {"offsets": [[99, [[1, 0, 1]]]]},
+        {"calls_lapack": float("inf")},
+        {"more": 1},
+        None,
+    ],
+)
+def test_a_plan_that_says_what_none_can_is_a_miss(
+    tmp_path: Path, engine: Engine, change: dict[str, Any] | None
+) -> None:
+    store, program = DirectoryStore(tmp_path), recorded()
+    made = engine.plans.find(program, is_flat=False)
+    changed = 0
+    for file in list(store.entries()):
+        entry = file.read()
+        payload = json.dumps(json.loads(entry.payload) | change).encode() if change else b"[" * 100_000
+        if entry.key.kind == "plan" or change is None:
+            changed += store.put(entry.key, payload)
+    fresh = test_engine.make_engine(store=store)
+    try:
+        assert facts(fresh.plans.find(program, is_flat=False)) == facts(made)
+        assert fresh.counters.plan_hits_disk == 0
+        assert store.stats().discarded == changed
+        fresh.plans.find(program, is_flat=False)
+        assert fresh.counters.plan_hits_disk == 1
+    finally:
+        fresh.close()
+    assert "this" not in sys.modules
+
+
 def test_an_error_of_a_check_names_the_line_of_this_run(engine: Engine) -> None:
     program = recorded()
     engine.plans.find(program, is_flat=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtpu import metrics
+from torchtpu import metrics, startup
 
 
 def run_all(*works: Callable[[], Any]) -> list[Any]:
@@ -241,3 +243,24 @@ def test_each_thread_has_its_own_current_device_and_grad_mode() -> None:
 
     assert run_all(work) == [False]
     assert (torch.ones(2, device="tpu", requires_grad=True) * 2).requires_grad
+
+
+def test_threads_that_finish_a_device_close_each_outcome_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Outcome:
+        def is_known(self) -> bool:
+            time.sleep(0.05)  # meanwhile the other thread looks
+            return True
+
+        def failed(self) -> int:
+            return 0
+
+        def close(self) -> bool:
+            closed.append(self)
+            return False
+
+    executor = startup.engine()._executor
+    monkeypatch.setattr(executor, "_outcomes", [deque([Outcome()]) for _ in executor._outcomes])
+    run_all(*[lambda: executor.finish(0)] * 2)
+    assert len(closed) == 1

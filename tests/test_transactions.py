@@ -1,4 +1,4 @@
-"""In: training steps of which one fails. Out: what the CPU has where the op raises, and training that goes on.
+"""Training steps of which one fails: what is left is what PyTorch on the CPU has where the op raises.
 
 The CPU's run raises at the op that fails on the device; what it has then, and after further steps, is compared.
 """

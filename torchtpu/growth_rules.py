@@ -86,9 +86,20 @@ def _reduces(fill: float | None = None) -> Rule:
     return rule
 
 
+def _finds(fill: float) -> Rule:
+    """Reductions to a place; counted over all dimensions, it depends on how long all but the first are."""
+
+    def rule(call: Call) -> None:
+        if call.constant("dim") is None and call.grows("self") - {0}:
+            raise Fixed(f"{call.op.name} counts what grows")
+        _reduces(fill)(call)
+
+    return rule
+
+
 def _axes(call: Call) -> set[int]:
     """The dimensions that a reduction goes over."""
-    rank, given = len(call.tensor("self").sizes), call.get("dim")
+    rank, given = len(call.tensor("self").sizes), call.constant("dim")
     if given is None or given == ():
         return set(range(rank))
     return {d % max(rank, 1) for d in (given if isinstance(given, tuple) else (given,))}
@@ -100,7 +111,7 @@ def _softmax(call: Call) -> None:
 
 
 def _layer_norm(call: Call) -> None:
-    rank, normalized = len(call.tensor("input").sizes), len(call.get("normalized_shape"))
+    rank, normalized = len(call.tensor("input").sizes), len(call.constant("normalized_shape"))
     if any(dim >= rank - normalized for dim in call.grows("input")):
         raise Fixed("normalises what grows")
     _rows("weight", "bias")(call)
@@ -171,7 +182,7 @@ def _cat(call: Call) -> None:
     """The first tensor has room for the others."""
     tensors = call.get("tensors")
     rank = len(plain(tensors[0]).sizes)
-    axis = (call.get("dim") or 0) % max(rank, 1)
+    axis = (call.constant("dim") or 0) % max(rank, 1)
     grown = [isinstance(t, Roomy) and axis in t.counts for t in tensors]
     if not any(grown):
         call.keep()
@@ -197,15 +208,23 @@ def _attention(call: Call) -> None:
     length, width = len(call.tensor("query").sizes) - 2, len(call.tensor("key").sizes) - 2
     if call.get("dropout_p") != 0.0 or grows["query"] - {length} or grows["key"] - {width} or grows["value"] - {width}:
         raise Fixed("attention whose heads grow, or with dropout")
-    if call.get("is_causal") and grows["query"] != grows["key"]:
+    if call.get("is_causal") and (grows["query"] or grows["key"]) and _length(call, "query") != _length(call, "key"):
         raise Fixed("a causal mask between sizes that differ")
     if grows["key"] and not call.get("is_causal"):
         call.put("attn_bias", _hide_keys(call, call.get("key").counts[width]))
-    elif grows["attn_bias"] - {len(call.tensor("query").sizes) - 2}:
+    elif grows["attn_bias"] and grows["attn_bias"] - {len(call.tensor("attn_bias").sizes) - 2}:
         raise Fixed("a bias that grows alone")
     call.settle("key")
     call.settle("value")
     call.keep()
+
+
+def _length(call: Call, name: str) -> int:
+    """How many queries or keys count."""
+    sizes = call.tensor(name).sizes
+    given = call.get(name)
+    found: int = (given.counts if isinstance(given, Roomy) else {}).get(len(sizes) - 2, sizes[-2])
+    return found
 
 
 def _hide_keys(call: Call, count: int) -> Operand:
@@ -218,6 +237,7 @@ def _hide_keys(call: Call, count: int) -> Operand:
         raise Fixed("a bias for all keys together")
     hidden: Operand = plain(call.apply(FIRST, bias, count, len(plain(bias).sizes) - 1, -math.inf))
     strides = tuple(0 if n == 1 else stride for n, stride in zip(hidden.sizes, hidden.strides, strict=True))
+    strides = (0,) * (len(query.sizes) - len(strides)) + strides
     return replace(hidden, sizes=(*query.sizes[:-1], call.room), strides=strides)
 
 
@@ -230,8 +250,10 @@ _KEPT = (
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_KEPT, Call.keep),
     **dict.fromkeys(("sum", "sum.dim_IntList"), _reduces(0)),
-    **dict.fromkeys(("amax", "max", "argmax"), _reduces(-math.inf)),
-    **dict.fromkeys(("amin", "min", "argmin"), _reduces(math.inf)),
+    **dict.fromkeys(("amax", "max"), _reduces(-math.inf)),
+    **dict.fromkeys(("amin", "min"), _reduces(math.inf)),
+    "argmax": _finds(-math.inf),
+    "argmin": _finds(math.inf),
     **dict.fromkeys(("mean", "mean.dim"), _reduces()),
     **dict.fromkeys(("_softmax", "_log_softmax"), _softmax),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),

@@ -29,6 +29,7 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.device.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.device.process_group import Fleet
 from torchtpu.runtime.padding.grow import Rule
+from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
 
@@ -36,11 +37,16 @@ _GOOGLE = "0x1ae0"
 _CHIPS = {chip.pci_id: chip for chip in CHIPS.values()}
 
 
+_CALLED = (
+    "plan", "is_prompt", "launch", "upload", "download", "resolve", "await_launches", "finish", "waiting",
+)  # fmt: skip
+
+
 class LazyEngine:
     """What the recorder calls: answers what needs no engine itself and starts the engine for the rest."""
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = Counters(bailouts=Bailouts(lambda: "cluster" in config.get("log")))
         self.observers: list[Observer] = []  # explain's
         self.recompilations: Any = None  # what has varied, once the engine has started
         self.served: dict[str, str] = {}  # every op name registered -> the op whose lowering serves it
@@ -58,15 +64,14 @@ class LazyEngine:
             with self._lock:
                 if self._engine is None:
                     engine = _make_engine(self, fleet)
-                    for name in ("plan", "launch", "upload", "download", "resolve", "finish", "waiting"):
+                    for name in _CALLED:
                         setattr(self, name, getattr(engine, name))  # from now on the recorder calls it directly
                     self._engine = engine
         return self._engine
 
-    def close(self) -> None:
-        """Stops the engine's threads, if it ever started."""
-        if self._engine is not None:
-            self._engine.close()
+    def close(self) -> bool:
+        """Stops the engine's threads, if it ever started; whether none is left."""
+        return self._engine is None or bool(self._engine.close())
 
     def infer(self, name: str, args: Any) -> Any:
         from torchtpu.ops.registry import find
@@ -95,6 +100,9 @@ class LazyEngine:
         else:
             engine.plan(plan)
 
+    def is_prompt(self, work: Any) -> bool:
+        return False
+
     def launch(self, work: Any) -> None:
         self.start().launch(work)
 
@@ -107,8 +115,11 @@ class LazyEngine:
     def resolve(self, guard: Any) -> None:
         self.start().resolve(guard)
 
-    def finish(self, device: int) -> None:
+    def await_launches(self, device: int) -> None:
         """Waits for the device; nothing runs there before the engine starts."""
+
+    def finish(self, device: int) -> None:
+        """Raises what failed on the device; nothing runs there before the engine starts."""
 
     def waiting(self, info: str, seconds: float) -> None:
         """Logged by the engine; before it starts, the wait is for its start."""
@@ -130,6 +141,8 @@ def _resized(made: Any, outs: Any) -> Any:
         _safe_copy_out(copy_from=result, copy_to=out, exact_dtype=True)
     return outs[0] if len(outs) == 1 else tuple(outs)
 
+
+_END_SECONDS = 0.8  # for what is running when the process ends; the compiler has as long again
 
 _lazy = LazyEngine()
 _process = _Process()
@@ -378,5 +391,4 @@ def _after_fork_in_child() -> None:
 
 def _shut_down() -> None:
     if not _process.is_in_bad_fork:
-        _C.shutdown()
-        _lazy.close()
+        _C.shutdown(_END_SECONDS, _lazy.close)

@@ -5,11 +5,13 @@ Worker threads compile; XLA releases the GIL meanwhile. A program is compiled on
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, InvalidStateError
 
 from torchtpu.compiler_cache import Note, Store
 from torchtpu.runtime.device.client import Client
@@ -18,7 +20,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 
 from .plan_cache import Plan
 
-_JOIN_SECONDS = 10.0
+_JOIN_SECONDS = 1.0
 
 
 class NotCompiledError(RuntimeError):
@@ -99,23 +101,29 @@ class Compiler:
                 if digests is None or key[0] in digests:
                     del self._flights[key]
 
-    def close(self) -> None:
-        """Drops what waits, finishes what is being compiled (for a while), ends the threads."""
+    def close(self) -> bool:
+        """Drops what waits, finishes what is being compiled (for a while), ends the threads; whether they have ended.
+
+        The Python code of one that goes on is told to end. XLA cannot be.
+        """
         with self._condition:
             self._is_closed = True
             self._jobs.clear()
             self._later.clear()
             self._condition.notify_all()
             threads = [*self._threads, *([self._late_thread] if self._late_thread else [])]
-        deadline = time.monotonic() + _JOIN_SECONDS
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        others = [thread for thread in threads if thread is not threading.current_thread()]
+        _join(others, _JOIN_SECONDS / 2)
+        for thread in others:
+            if thread.is_alive():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        _join(others, _JOIN_SECONDS / 2)
         with self._condition:
             flights = list(self._flights.values())
             self._flights.clear()
         for flight in flights:
             flight.cancel()
+        return not any(thread.is_alive() for thread in others)
 
     def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=work, name=name, daemon=True)
@@ -151,9 +159,11 @@ class Compiler:
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the waiters have to hear of it
             with self._condition:
                 self._flights.pop((plan.key.digest, device), None)
-            flight.set_exception(error)
+            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile: the compiler is closed
+                flight.set_exception(error)
             return
-        flight.set_result(loaded)
+        with contextlib.suppress(InvalidStateError):
+            flight.set_result(loaded)
         kept: Future[Loaded] = Future()  # the callbacks of the first hold programs and plans
         kept.set_result(loaded)
         with self._condition:
@@ -201,3 +211,9 @@ class Compiler:
         self._counters.programs_compiled += 1
         self._counters.compile_ms += milliseconds
         return Loaded(executable, *self._client.memory(executable), "compile", milliseconds)
+
+
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

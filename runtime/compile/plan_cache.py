@@ -9,20 +9,34 @@ text, which the program's own key is made of.
 from __future__ import annotations
 
 import functools
-import importlib
+import itertools
 import json
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtpu.compiler_cache import Key, Note, Store, program_digest
 from torchtpu.runtime.device.client import Compiles, Options, calls_lapack, key_of
 from torchtpu.runtime.device.process_group import Homes
 from torchtpu.runtime.ir.calls import Parameter, results_of
+from torchtpu.runtime.ir.checked import (
+    MOST_INT,
+    bits,
+    boolean,
+    error_class,
+    fields,
+    integer,
+    integers,
+    items,
+    parsed,
+    text,
+)
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.manifest import FORMAT, decode, encode
-from torchtpu.runtime.ir.program import Base, Lifted, Program
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Program
+from torchtpu.runtime.ir.values import operands
 from torchtpu.runtime.lowering import fingerprint
 from torchtpu.runtime.lowering.emit import Aval, Check, Module, lower
 from torchtpu.runtime.lowering.fragments import Fragments
@@ -34,6 +48,8 @@ from torchtpu.runtime.telemetry.counters import Counters
 _EMISSION = (lower.__module__, key_of.__module__)
 _SEARCH = (search.__module__,)
 _MOST_OUTGROWN = 16  # of one skeleton
+_FIELDS = ("program", "calls_lapack", "checks", "kinds", "sources", "offsets")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64} \([0-9]{1,20} bytes\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,16 @@ class Plan:
     options: Options = ()
 
 
+class _Stored(NamedTuple):
+    """What a plan's entry holds."""
+
+    digest: str
+    calls_lapack: bool
+    checks: tuple[Check, ...]
+    sources: tuple[int, ...]
+    offsets: Mapping[int, frozenset[Digit]]
+
+
 class Plans:
     """Finds or makes plans; `client` is what the programs are compiled for."""
 
@@ -67,10 +93,10 @@ class Plans:
         """The program's plan (`is_flat` as `lower` has it), for all who launch it; raises what `lower` raises."""
         started = time.perf_counter()
         key = self._key("plan", program, _EMISSION, is_flat=is_flat)
-        stored = None if key is None else self._store.get(key)
+        stored = None if key is None else self._store.load(key, lambda data: _decode(data, program))
         if stored is not None:
             self._counters.plan_hits_disk += 1
-            return self._decode(stored, program, homes, is_flat=is_flat)
+            return self._plan(stored, program, homes, is_flat=is_flat)
         module = lower(program, self._fragments, is_flat=is_flat)
         digest, has_lapack = program_digest(module.text), calls_lapack(module.text)
         if key is not None and self._is_usual():
@@ -100,13 +126,12 @@ class Plans:
         if not may_have_clusters(ops, self._fragments.platform):
             return None
         key = self._key("cluster", program, _SEARCH)
-        stored = None if key is None else self._store.get(key)
-        if stored is None:
-            places = search(program, ops, self._fragments)
-            if key is not None and self._is_usual():
-                self._store.put(key, _encode_places(places), {"line": program.line, "ops": len(program.ops)})
-        else:
-            places = _decode_places(stored)
+        stored = None if key is None else self._store.load(key, lambda data: (_decode_clusters(data, program, ops),))
+        if stored is not None:
+            return stored[0]
+        places = search(program, ops, self._fragments)
+        if key is not None and self._is_usual():
+            self._store.put(key, _encode_places(places), {"line": program.line, "ops": len(program.ops)})
         return cut_out(program, ops, places) if places else None
 
     def note_outgrown(self, before: Program) -> None:
@@ -119,8 +144,7 @@ class Plans:
     def outgrown(self, program: Program) -> list[Program]:
         """Programs of the same ops whose sizes have grown, in this process or another."""
         key = self._key_of_skeleton(program)
-        stored = None if key is None else self._store.get(key)
-        return [] if stored is None else [decode(fields) for fields in json.loads(stored)]
+        return [] if key is None else self._store.load(key, _decode_outgrown) or []
 
     def _key_of_skeleton(self, program: Program) -> Key | None:
         if not self._store.keeps:
@@ -147,20 +171,18 @@ class Plans:
         }
         return Key.of(kind, parts)
 
-    def _decode(self, data: bytes, program: Program, homes: Homes, *, is_flat: bool) -> Plan:
-        fields = json.loads(data)
-        kinds = [int(kind, 16) for kind in fields["kinds"]]
+    def _plan(self, stored: _Stored, program: Program, homes: Homes, *, is_flat: bool) -> Plan:
         return Plan(
-            key_of(fields["program"], self._client, homes),
+            key_of(stored.digest, self._client, homes),
             functools.cache(lambda: lower(program, self._fragments, is_flat=is_flat).text),
-            fields["calls_lapack"],
+            stored.calls_lapack,
             tuple((base.shape, base.dtype) for base in program.inputs),
             _outputs(program),
-            tuple(_check(program, *check) for check in fields["checks"]),
-            tuple(kinds[kind] for kind in fields["sources"]),
-            {index: frozenset(Digit(*digit) for digit in digits) for index, digits in fields["offsets"]},
+            stored.checks,
+            stored.sources,
+            stored.offsets,
             homes,
-            fields["program"],
+            stored.digest,
         )
 
 
@@ -216,6 +238,38 @@ def _encode(module: Module, digest: str, *, has_lapack: bool) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 
+def _decode(data: bytes, program: Program) -> _Stored:
+    """What `_encode` was given, for this program; ValueError where it cannot be so."""
+    digest, has_lapack, checks, kinds, sources, offsets = fields(parsed(data), _FIELDS)
+    if not _DIGEST.fullmatch(text(digest)):
+        raise ValueError("no digest of a program")
+    count = len(program.inputs) + len(items(checks))
+    sets = [bits(kind, count) for kind in items(kinds)]
+    return _Stored(
+        digest,
+        boolean(has_lapack),
+        tuple([_check(program, count, *items(check, 5)) for check in checks]),
+        tuple([sets[kind] for kind in integers(sources, 0, len(sets) - 1, len(program.outputs))]),
+        dict(_digits(program, *items(entry, 2)) for entry in items(offsets, most=program.ints)),
+    )
+
+
+def _digits(program: Program, index: Any, digits: Any) -> tuple[int, frozenset[Digit]]:
+    found = [integers(digit, count=3) for digit in items(digits)]
+    if not all(weight and size for weight, size, _ in found):
+        raise ValueError("a digit of no size")
+    return integer(index, 0, program.ints - 1), frozenset(Digit(*digit) for digit in found)
+
+
+def _check(program: Program, count: int, message: Any, module: Any, name: Any, place: Any, sources: Any) -> Check:
+    op = program.ops[integer(place, -1, len(program.ops) - 1)]
+    return Check(text(message), error_class(module, name), op.name, op.line, place, bits(sources, count))
+
+
+def _decode_outgrown(data: bytes) -> list[Program]:
+    return [decode(program) for program in items(parsed(data), most=_MOST_OUTGROWN)]
+
+
 def _encode_places(places: Places | None) -> bytes:
     fields = places and {
         "kept": places.kept,
@@ -226,14 +280,45 @@ def _encode_places(places: Places | None) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode("ascii")
 
 
-def _decode_places(data: bytes) -> Places | None:
-    fields = json.loads(data)
-    if fields is None:
+def _decode_clusters(data: bytes, program: Program, ops: Sequence[Op]) -> Clusters | None:
+    """The clusters whose places are stored; ValueError also where the parts of a run are not alike."""
+    places = _decode_places(data, program, ops)
+    return None if places is None else cut_out(program, ops, places)
+
+
+def _decode_places(data: bytes, program: Program, ops: Sequence[Op]) -> Places | None:
+    """What `_encode_places` was given, for this program with these `ops`; ValueError where it cannot be so."""
+    found = parsed(data)
+    if found is None:
         return None
-    return Places(fields["kept"], dict(fields["unread"]), [range(*run) for run in fields["runs"]], fields["hot"])
+    kept, unread, runs, hot = fields(found, Places._fields)
+    places = integers(kept, 0, len(ops) - 1)
+    if any(before >= after for before, after in itertools.pairwise(places)):
+        raise ValueError("ops that are not in their order")
+    pairs = [items(pair, 2) for pair in items(unread, most=len(places))]
+    shapes = {integer(i, 0, len(places) - 1): integers(values, -MOST_INT) for i, values in pairs}
+    _check_made(program, ops, places, shapes)
+    ranges, end = [], 0
+    for run in items(runs, most=len(places)):
+        start, stop, step = integers(run, 0, len(places), 3)
+        if not (end <= start < stop and step):
+            raise ValueError("runs that are not in their order")
+        ranges.append(range(start, stop, step))
+        end = ranges[-1][-1] + step
+        if end > len(places):
+            raise ValueError("a run that goes on behind the last op")
+    return Places(places, shapes, ranges, integer(hot))
 
 
-def _check(program: Program, message: str, module: str, name: str, place: int, sources: str) -> Check:
-    op = program.ops[place]
-    error = getattr(importlib.import_module(module), name)
-    return Check(message, error, op.name, op.line, place, int(sources, 16))
+def _check_made(
+    program: Program, ops: Sequence[Op], places: Sequence[int], unread: Mapping[int, Sequence[int]]
+) -> None:
+    """ValueError where the ops at `places` read what they do not make, or do not make what the program returns."""
+    made: set[int | None] = {None, *(~i for i in range(len(program.inputs)))}
+    for i, place in enumerate(places):
+        op = ops[place]
+        if not {operand.value for operand in operands(op)}.difference(unread.get(i, ())) <= made:
+            raise ValueError("an op that is needed is left out")
+        made.update(result.value for result in results_of(op))
+    if not made.issuperset(program.outputs):
+        raise ValueError("an op that is needed is left out")

@@ -10,7 +10,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.execute.autotuner import Ladder, Words
 from torchtpu.runtime.execute.executor import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
+from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition.clusters import Clusters
 from torchtpu.runtime.telemetry import log
@@ -28,6 +29,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 from .builder import Build, Builder
 from .candidates import Sweep
 from .compiler import Compiler, NotCompiledError
+from .failing import failing
 from .plan_cache import Plan, Plans
 
 _WHOLE = "whole"
@@ -89,25 +91,27 @@ class RegionForms:
         """What a plan is given: the form that was the fastest, else the usual one, which others may replace. Raises
         what lowering raises."""
         usual = self._found(())
-        known = self._recalled([plan for _, plan in usual])
-        words, rungs = known or (), self._rungs if known is None else []
+        words: Words = ()
+        found, rungs = usual, self._rungs
+        with self._shop.counters.bailouts.attempt("forms", self._program.line):
+            known = self._recalled([plan for _, plan in usual])
+            if known is not None:
+                found, words, rungs = self._found(known) if _WHOLE in known else usual, known, []
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
-            error = flight.exception()
-            if error is None:
+            with failing(ready.set_exception):
                 form = flight.result()
                 ready.set_result(Ladder(self, words, form, rungs) if words or rungs else form)
-            else:
-                ready.set_exception(error)
 
         def give_first(flight: Future[Any]) -> None:
-            if words and flight.exception() is not None:  # it is not in the cache any more, and may not be compiled
-                self._submitted((), usual).add_done_callback(functools.partial(give, ()))
-            else:
-                give(words, flight)
+            with failing(ready.set_exception):
+                if words and flight.exception() is not None:
+                    self._note(flight.exception())
+                    self._submitted((), usual).add_done_callback(functools.partial(give, ()))
+                else:
+                    give(words, flight)
 
-        found = self._found(words) if _WHOLE in words else usual
         self._submitted(words, found).add_done_callback(give_first)
         return ready
 
@@ -170,7 +174,18 @@ class RegionForms:
         parts = "whole" if self._clusters is None or is_whole else f"in {len(self._clusters.parts)} parts"
         return " with ".join([parts, *variants])
 
+    def bailed_out(self, error: Exception) -> None:
+        self._shop.counters.bailouts.note("forms", error, self._program.line)
+
+    def _note(self, error: BaseException | None) -> None:
+        """Notes why a form could not be made, but for those that may not be compiled."""
+        cause = error.__cause__ if isinstance(error, UnbuiltError) else error
+        if isinstance(cause, Exception) and not isinstance(cause, (NotCompiledError, CancelledError)):
+            self.bailed_out(cause)
+
     def _refuse(self, words: Words, error: BaseException | None) -> None:
+        if words:
+            self._note(error)
         if isinstance(error, UnbuiltError) and not isinstance(error.__cause__, NotCompiledError):
             self._shop.refused.update(word for word in words[-1:] if word in self._variants)
 
@@ -181,8 +196,7 @@ class RegionForms:
             return None
         digests = " ".join(plan.key.digest for plan in usual)
         self._key = Key.of("form", {"programs": digests, "variants": repr(self._variants)})
-        data = shop.store.get(self._key)
-        words: Words | None = None if data is None else tuple(json.loads(data))
+        words = shop.store.load(self._key, lambda data: tuple(map(text, items(parsed(data)))))
         return words if words is None or set(rungs).issuperset(words) else None
 
     # what is compiled
@@ -207,14 +221,14 @@ class RegionForms:
             builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
             executables: dict[int, Executable] = {}
             for build in flown:
-                try:
+                with failing(lambda error, build=build: made.set_exception(UnbuiltError(build.about, error))):
                     executables[id(build.program)] = builder.executable(build, device)
-                except BaseException as error:  # noqa: BLE001 -- whoever reads the values raises it; Ctrl-C too
-                    made.set_exception(UnbuiltError(build.about, error))
+                if made.done():
                     return
-            self._digests[words] = [build.plan.key.digest for build in flown]
-            self._compile_ms[words] = sum(self._compiles_for(e.loaded) for e in executables.values())
-            made.set_result(self._form(executables))
+            with failing(made.set_exception):
+                self._digests[words] = [build.plan.key.digest for build in flown]
+                self._compile_ms[words] = sum(self._compiles_for(e.loaded) for e in executables.values())
+                made.set_result(self._form(executables))
 
         _when_all(builds, tell)
         return made

@@ -8,8 +8,9 @@ faster one stays.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 Words = tuple[str, ...]  # what is unusual about a form; () names the usual one
@@ -44,6 +45,9 @@ class Forms(Protocol):
     def settled(self, words: Words) -> None:
         """Hears which form stays."""
 
+    def bailed_out(self, error: Exception) -> None:
+        """Hears that choosing a form failed: the one in use stays."""
+
 
 class Ladder:
     """What a plan is given whose region has several forms; only one thread at a time launches it.
@@ -77,13 +81,22 @@ class Ladder:
             self._launches += 1
             self._climb(work, launch, wait_until_idle)
 
-    def _climb(self, work: Any, launch: Callable[[Any, Any], None], wait_until_idle: Callable[[int], None]) -> None:
+    def prompt_form(self) -> Any:
+        """What a launch now would take, where it makes, times and awaits nothing; else None."""
+        if self._words and self._forms.has_to_be_usual():
+            return self._usual.result() if self._usual is not None and self._usual.done() else None
+        if not self._rungs or self._forms.is_fixed():
+            return self.form
+        if self._rival is not None or (self._launches >= _FIRST and not self._seconds):
+            return None
         words = *self._words, self._rungs[0]
-        if self._rival is None and self._forms.is_due(words, self._launches, self._seconds):
-            self._rival = self._forms.make(words, is_needed_now=False)
-            self._times = [], []
-        turn = self._turn()
-        if turn is None or not self._forms.is_quiet():
+        return None if self._forms.is_due(words, self._launches + 1, self._seconds) else self.form
+
+    def _climb(self, work: Any, launch: Callable[[Any, Any], None], wait_until_idle: Callable[[int], None]) -> None:
+        turn = None
+        with self._carefully():
+            turn = self._turn_now()
+        if turn is None:
             launch(work, self.form)
             return
         form, times = turn
@@ -92,8 +105,27 @@ class Ladder:
         launch(work, form)
         wait_until_idle(work.device)
         times.append(time.perf_counter() - started)
-        if len(self._times[0]) > _TURNS:
-            self._decide()
+        with self._carefully():
+            if len(self._times[0]) > _TURNS:
+                self._decide()
+
+    @contextmanager
+    def _carefully(self) -> Iterator[None]:
+        """Whatever is raised in the block, the form in use stays."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 -- the form in use serves as well
+            self._rival, self._rungs, self._times = None, [], ([], [])
+            self._forms.bailed_out(error)
+
+    def _turn_now(self) -> tuple[Any, list[float]] | None:
+        """As `_turn`; begins to make the next form where that is due."""
+        words = *self._words, self._rungs[0]
+        if self._rival is None and self._forms.is_due(words, self._launches, self._seconds):
+            self._rival = self._forms.make(words, is_needed_now=False)
+            self._times = [], []
+        turn = self._turn()
+        return turn if turn is not None and self._forms.is_quiet() else None
 
     def _turn(self) -> tuple[Any, list[float]] | None:
         """The form whose turn it is, and its times; None where nothing is to be timed."""

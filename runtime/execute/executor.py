@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import time
 import weakref
 from collections import deque
@@ -82,6 +83,11 @@ class Executable:
         return self._flat
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether `at` makes nothing."""
+        return not self.offsets or self._flat is not None
+
+    @property
     def argument_bytes(self) -> int:
         """What a launch is given."""
         return self.loaded.argument_bytes
@@ -136,8 +142,20 @@ class Executor:
         self._memory = memory
         self._fitting = fitting
         self._recovery = recovery(self.launch)
+        self._lock = threading.Lock()  # guards what follows; nothing waits under it
         self._outcomes: list[deque[Outcome]] = [deque() for _ in client.devices]  # not known when last looked at
         self._failed: list[list[Outcome]] = [[] for _ in client.devices]  # not raised when last looked at
+
+    def is_prompt(self, work: Any) -> bool:
+        """Whether launching the work takes no time but the program's: no other rank, no memory and no compile is waited
+        for, and nothing has to be made."""
+        executable = work.executable
+        while isinstance(executable, Padded):
+            executable = executable.executable
+        if isinstance(executable, Ladder):
+            executable = executable.prompt_form()
+        is_alone = isinstance(executable, (Executable, Parts))
+        return is_alone and executable.is_prompt and not self._memory.limit(work.device)
 
     def launch(self, work: Any, executable: Any = None) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
@@ -277,7 +295,8 @@ class Executor:
             outcome = Outcome(client, outputs.pop(), executable.checks, doubts, spoiled, lambda: work.run)
             self._settle(device)
             if not work.is_slice:  # its checks are the region's too
-                self._outcomes[device].append(outcome)
+                with self._lock:
+                    self._outcomes[device].append(outcome)
         guards = _guards(executable, outcome, doubts) if outcome or doubts else []
         for observer in self._observers:
             region, ended = work.region, time.perf_counter()
@@ -334,21 +353,30 @@ class Executor:
             memory.note("split", about.line, f"{about.ops} ops now run in {tried}")
         return parts
 
-    def finish(self, device: int) -> None:
-        """Waits until everything launched so far on the device has run; raises what no read has raised of it."""
+    def await_launches(self, device: int) -> None:
+        """Waits until everything launched so far on the device has run."""
         self._memory.finish(device)
-        self._settle(device, is_waited_for=True)
-        failed, self._failed[device] = self._failed[device], []
+        with self._lock:
+            outcomes = list(self._outcomes[device])
+        for outcome in outcomes:
+            outcome.failed()
+
+    def finish(self, device: int) -> None:
+        """Raises what no read has raised of what has run on the device. Never waits."""
+        self._settle(device)
+        with self._lock:
+            failed, self._failed[device] = self._failed[device], []
         for outcome in failed:
             outcome.raise_unread()
 
-    def _settle(self, device: int, *, is_waited_for: bool = False) -> None:
+    def _settle(self, device: int) -> None:
         """Closes the outcomes that have become known: launches of a device run in order."""
-        outcomes = self._outcomes[device]
-        while outcomes and (is_waited_for or outcomes[0].is_known()):
-            outcome = outcomes.popleft()
-            if outcome.close():
-                self._failed[device] = [o for o in (*self._failed[device], outcome) if not o.is_settled()]
+        with self._lock:
+            outcomes = self._outcomes[device]
+            while outcomes and outcomes[0].is_known():
+                outcome = outcomes.popleft()
+                if outcome.close():
+                    self._failed[device] = [o for o in (*self._failed[device], outcome) if not o.is_settled()]
 
     def _log(self, work: Any, executable: Executable, inputs: int, outputs: list[Any], started: float) -> None:
         """Writes the launch's line, once it has run."""

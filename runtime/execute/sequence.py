@@ -56,6 +56,11 @@ class Sequence:
             held += sum(made.values()) - sum(sizes[value] for value in self._dying[number])
         return peak
 
+    @functools.cached_property
+    def is_prompt(self) -> bool:
+        """Whether no part may have to be made at its launch, for an offset that nobody expected."""
+        return not any(getattr(self._executable_of(number), "offsets", True) for number in range(len(self.parts)))
+
     @property
     def about(self) -> Any:
         """What is said of the part that takes most."""

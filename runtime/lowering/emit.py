@@ -72,8 +72,13 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     With `is_flat` nothing is taken for granted of run-time offsets; views at them are slower.
     """
     live = _live_calls(program, fragments)
-    waits = repeated(live, fragments.repeats)
-    writer = _Writer(program, is_flat, find_fences(live, program.outputs, fragments.platform))
+    waits: dict[int, int] = {}
+    with fragments.bailouts.attempt("repetitions", program.line):
+        waits = repeated(live, fragments.repeats)
+    fences: set[int] = set()
+    with fragments.bailouts.attempt("fences", program.line):
+        fences = find_fences(live, program.outputs, fragments.platform)
+    writer = _Writer(program, is_flat, fences)
     for place, call in enumerate(live):
         writer.add(call, waits.get(place))
     return writer.finish()
@@ -122,7 +127,9 @@ class _Call:
 
 def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
     """The ops whose results or checks are needed, in order."""
-    ops = take_apart(program.ops, fragments.maps)
+    ops, mapped = list(program.ops), {id(op) for op in program.ops if fragments.maps(op)}
+    with fragments.bailouts.attempt("lists", program.line):
+        ops = take_apart(program.ops, lambda op: id(op) in mapped)
     places = {id(op): place for place, op in enumerate(program.ops)}
     found = zip(ops, fragments.find(ops), strict=True)
     calls = [_Call(places.get(id(op), -1), op, *fragment) for op, fragment in found]

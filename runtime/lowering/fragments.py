@@ -6,22 +6,26 @@ others, the recorded results, the platform and, for an op that multiplies, the p
 
 from __future__ import annotations
 
-import importlib
+import functools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from torchtpu.compiler_cache import Key, Store
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.ir.calls import Entry, Lowerings, Parameter, describe_results, parameters
+from torchtpu.runtime.ir.calls import Entry, Lowerings, Parameter, describe_results, parameters, results_of
+from torchtpu.runtime.ir.checked import error_class, fields, integer, integers, items, parsed, text
 from torchtpu.runtime.ir.program import Op
+from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
 from . import fingerprint
 from .tracing import Fragment, Tracer, explained
 
 _BATCH = 128  # ops traced in one module
+_SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$-]*")
 
 
 class Fragments:
@@ -53,6 +57,11 @@ class Fragments:
         # What was used since the older half was forgotten, and that half; both change by single steps of the GIL.
         self._known: dict[str, Fragment] = {}
         self._older: dict[str, Fragment] = {}
+
+    @property
+    def bailouts(self) -> Bailouts:
+        """Where it is noted that an optimisation failed."""
+        return self._counters.bailouts
 
     def maps(self, op: Op) -> bool:
         """Whether an op goes through its lists in step, element by element."""
@@ -132,14 +141,16 @@ class Fragments:
                 continue
             try:
                 entry = self._lowerings.entry(op.name, self.platform)
-                stored = self._store.get(self._disk_key(key, entry)) if self._store.keeps and entry.persists else None
+                stored = None
+                if self._store.keeps and entry.persists:
+                    stored = self._store.load(self._disk_key(key, entry), functools.partial(_decode, op=op))
             except Exception as error:
                 raise explained(op, error) from error
             if stored is None:
                 waiting.append((key, op, entry))
             else:
                 self._counters.fragment_hits_disk += 1
-                added[key] = _decode(stored)
+                added[key] = stored
         for first in range(0, len(waiting), _BATCH):
             added.update(self._trace(waiting[first : first + _BATCH], watched))
         for key, fragment in added.items():
@@ -172,8 +183,15 @@ def _encode(fragment: Fragment) -> bytes:
     return json.dumps(fields).encode()
 
 
-def _decode(data: bytes) -> Fragment:
-    fields = json.loads(data)
-    checks = tuple((m, getattr(importlib.import_module(module), name)) for m, module, name in fields["checks"])
-    used, forwards = tuple(fields["used"]), tuple(fields["forwards"])
-    return Fragment(fields["symbol"], fields["text"], used, forwards, fields["signature"], checks)
+def _decode(data: bytes, op: Op) -> Fragment:
+    """The fragment that `_encode` was given, for this op; ValueError where it cannot be so."""
+    symbol, body, used, forwards, signature, checks = fields(parsed(data), Fragment._fields)
+    count, made = len(parameters(op)[1]), len(results_of(op))
+    taken = integers(used, 0, count - 1)
+    passed = tuple([None if i is None else integer(i, 0, count - 1) for i in items(forwards, made)])
+    if not {None, *taken}.issuperset(passed):
+        raise ValueError("a result that is a parameter which is not taken")
+    if not (_SYMBOL.fullmatch(text(symbol)) and (f"@{symbol}(" in text(body) or not body)):
+        raise ValueError("a function of another name")
+    found = tuple([(text(m), error_class(module, name)) for m, module, name in (items(c, 3) for c in items(checks))])
+    return Fragment(symbol, body, taken, passed, text(signature), found)

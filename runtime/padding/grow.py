@@ -81,6 +81,12 @@ class Call:
         place = self._places.get(name, len(self.args))
         return self.args[place] if place < len(self.args) else None
 
+    def constant(self, name: str) -> Any:
+        """An argument that the meaning of the call hangs on; None where the call has none."""
+        given = self.get(name)
+        plain(given)
+        return given
+
     def put(self, name: str, value: Any) -> None:
         """Replaces an argument, which the op does not write."""
         place = self._places[name]
@@ -221,7 +227,8 @@ class _Grower:
     def is_finite(self, tensor: Operand) -> bool:
         """Whether what does not count of a tensor is a finite number for sure."""
         dtype = tensor.dtype
-        return tensor.value in self.finite or not (dtype.is_floating_point or dtype.is_complex)
+        is_known = tensor.value in self.finite and dtype == tensor.base.dtype
+        return is_known or not (dtype.is_floating_point or dtype.is_complex)
 
     def _settled(self, old: int) -> int:
         """The new number of an output, or of a copy in which what does not count is finite."""

@@ -5,8 +5,10 @@ Plain attributes: an increment may be lost when two threads race, which a metric
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from .bailouts import Bailouts
 
 
 @dataclass
@@ -45,11 +47,13 @@ class Counters:
     ops_repeated: int = 0
     out_of_memory: int = 0
     regions_taken_apart: int = 0
+    bailouts: Bailouts = field(default_factory=Bailouts)
 
     def snapshot(self) -> dict[str, Any]:
         """The totals as a plain dict."""
-        return asdict(self)
+        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "bailouts": self.bailouts.counts()}
 
     def reset(self) -> None:
         """Sets every total to zero."""
-        self.__init__()  # type: ignore[misc]
+        self.bailouts.reset()
+        self.__init__(bailouts=self.bailouts)  # type: ignore[misc]

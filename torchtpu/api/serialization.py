@@ -1,11 +1,15 @@
 """Copies of tensors in other processes: in come tpu tensors sent through torch.multiprocessing, out come tpu tensors.
 
 torch.save, torch.load, pickle and copy need nothing from here: torch tags our storages "tpu:0" and moves bytes through
-the device's own copies. A tensor sent to another process travels by value, for tpu memory is not shared.
+the device's own copies. A tensor sent to another process travels by value, for tpu memory is not shared; what shares a
+storage within one message shares one where it arrives.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -14,27 +18,44 @@ from torch.multiprocessing import reductions
 
 
 def install() -> None:
-    """Teaches torch.multiprocessing to send tpu tensors."""
+    """Teaches torch.multiprocessing to send tpu tensors, and says so where they would be shared."""
     for kind in (torch.Tensor, torch.nn.Parameter):
-        ForkingPickler.register(kind, _reduce)
+        ForkingPickler.register(kind, _reduce_tensor)
+    ForkingPickler.register(torch.UntypedStorage, _reduce_storage)
+    storage: Any = torch.UntypedStorage
+    storage.share_memory_ = _warning(storage.share_memory_)
 
 
-def _reduce(tensor: torch.Tensor) -> Any:
-    if tensor.device.type != "tpu":
-        reduce: Any = reductions.reduce_tensor
-        return reduce(tensor)
-    if tensor.requires_grad and not tensor.is_leaf:
-        raise RuntimeError(
-            "Cowardly refusing to serialize non-leaf tensor which requires_grad, "
-            "since autograd does not support crossing process boundaries.  "
-            "If you just want to transfer the data, call detach() on the tensor "
-            "before serializing (e.g., putting it on the queue)."
-        )
-    return _rebuild, (type(tensor), tensor.detach().cpu(), tensor.device, tensor.requires_grad)
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.device.type == "tpu" and (tensor.is_conj() or tensor.is_neg()):  # what torch sends has no such bits
+        tensor = tensor.detach().resolve_conj().resolve_neg().requires_grad_(tensor.requires_grad)
+    reduce: Any = reductions.reduce_tensor
+    return reduce(tensor)
 
 
-def _rebuild(kind: Any, host: torch.Tensor, device: torch.device, requires_grad: bool) -> torch.Tensor:
-    moved = host.to(device)
-    if issubclass(kind, torch.nn.Parameter):
-        return torch.nn.Parameter(moved, requires_grad)
-    return moved.requires_grad_(requires_grad)
+def _reduce_storage(storage: torch.UntypedStorage) -> Any:
+    if storage.device.type != "tpu":
+        reduce: Any = reductions.reduce_storage
+        return reduce(storage)
+    copied: Any = storage
+    host = torch.empty(0, dtype=torch.uint8).set_(copied.cpu())
+    return _rebuild_storage, (host.numpy().tobytes(), storage.device)
+
+
+def _rebuild_storage(data: bytes, device: torch.device) -> torch.UntypedStorage:
+    host = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return host.to(device).untyped_storage()
+
+
+def _warning(share_memory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(share_memory)
+    def share(self: torch.UntypedStorage, *arguments: Any, **options: Any) -> Any:
+        if self.device.type == "tpu":
+            warnings.warn(
+                "tpu memory is not shared between processes: a process that is sent this tensor gets a copy of its "
+                "own, and share_memory_() does nothing",
+                stacklevel=2,
+            )
+        return share_memory(self, *arguments, **options)
+
+    return share

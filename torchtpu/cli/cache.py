@@ -11,10 +11,12 @@ import typer
 
 from torchtpu.cli.output import Json, err, fail, out, print_json, show_bytes, show_seconds, table
 from torchtpu.compiler_cache import (
+    UNREADABLE,
     BundleError,
-    DamagedEntry,
     DirectoryStore,
+    Entry,
     EntryFile,
+    cause_of,
     default_directory,
     difference,
     explain,
@@ -82,26 +84,25 @@ def info(
 def verify(
     delete: Annotated[bool, typer.Option("--delete", help="Delete the damaged entries.")] = False, as_json: Json = False
 ) -> None:
-    """Read every entry and check it; exit status 1 where one is damaged."""
+    """Read every entry and check it; exit status 1 where a damaged one is left."""
     store = _store()
     count = sum(1 for _ in store.entries())
     damaged = list(store.damaged())
-    if delete:
-        for file, _ in damaged:
-            file.path.unlink(missing_ok=True)
+    left = sum(not (delete and _deletes(file)) for file, _ in damaged)
     if as_json:
         print_json(
             {
                 "entries": count,
                 "damaged": [{"digest": file.digest, "kind": file.kind, "reason": why} for file, why in damaged],
-                "deleted": delete,
+                "deleted": delete and not left,
             }
         )
     else:
         for file, why in damaged:
             out.print(f"{file.kind} {file.digest[:16]}: {why}", markup=False)
-        out.print(f"{count} entries, {len(damaged)} damaged{' and deleted' if delete and damaged else ''}")
-    raise typer.Exit(1 if damaged and not delete else 0)
+        deleted = f", {len(damaged) - left} of them deleted" if delete and damaged else ""
+        out.print(f"{count} entries, {len(damaged)} damaged{deleted}")
+    raise typer.Exit(1 if left else 0)
 
 
 @cache.command("prune")
@@ -182,7 +183,7 @@ def explain_(
     """Name the parts in which two entries' keys differ."""
     store = _store()
     left = _find(store, first)
-    key = left.read().key
+    key = _read(left).key
     if second is None:
         near = store.nearest(key)
         if near is None:
@@ -190,7 +191,7 @@ def explain_(
         right = near.entry
     else:
         right = _find(store, second)
-    other = right.read().key
+    other = _read(right).key
     if as_json:
         parts = [part._asdict() for part in difference(key, other)]
         print_json({"first": left.digest, "second": right.digest, "differences": parts})
@@ -213,12 +214,29 @@ def _find(store: DirectoryStore, digest: str) -> EntryFile:
     return found[0]
 
 
+def _read(file: EntryFile) -> Entry:
+    try:
+        return file.read()
+    except UNREADABLE as error:
+        fail(f"{file.digest}: {cause_of(error)}")
+
+
+def _deletes(file: EntryFile) -> bool:
+    """Whether it is gone; what is no file is left to who put it there."""
+    try:
+        file.path.unlink(missing_ok=True)
+    except OSError as error:
+        err.print(f"{file.path} is not deleted: {error.strerror}", markup=False)
+        return False
+    return True
+
+
 def _row(file: EntryFile) -> dict[str, Any]:
     row: dict[str, Any] = {"digest": file.digest, "kind": file.kind, "nbytes": file.nbytes, "used": file.used}
     try:
         entry = file.read()
-    except (DamagedEntry, OSError) as error:
-        return {**row, "damaged": str(error)}
+    except UNREADABLE as error:
+        return {**row, "damaged": cause_of(error)}
     parts = dict(entry.key.parts)
     return {**row, "target": parts.get("device_kind") or parts.get("platform"), "note": dict(entry.note)}
 
@@ -263,10 +281,7 @@ def _summary(store: DirectoryStore) -> dict[str, Any]:
 
 def _entry(store: DirectoryStore, digest: str) -> dict[str, Any]:
     file = _find(store, digest)
-    try:
-        entry = file.read()
-    except (DamagedEntry, OSError) as error:
-        fail(f"{file.digest}: {error}")
+    entry = _read(file)
     return {
         "digest": file.digest,
         "kind": file.kind,

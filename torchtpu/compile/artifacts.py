@@ -13,7 +13,7 @@ import torch
 from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
 
 from torchtpu import startup
-from torchtpu.compiler_cache.entry import HEAD_BYTES, DamagedEntry, decode, encode, read_lengths
+from torchtpu.compiler_cache.entry import DamagedEntry, decode_whole, encode
 
 
 @CacheArtifactFactory.register
@@ -26,9 +26,7 @@ class ProgramArtifact(CacheArtifact):
 
     def populate_cache(self) -> None:
         try:
-            lengths = read_lengths(self.content[:HEAD_BYTES])
-            rest = HEAD_BYTES + lengths.key + lengths.note
-            entry = decode(self.content[:HEAD_BYTES], self.content[HEAD_BYTES:rest], self.content[rest:])
+            entry = decode_whole(self.content)
         except DamagedEntry:
             return  # a miss, like any damaged entry
         startup.engine().store.put(entry.key, entry.payload, entry.note)

@@ -6,6 +6,8 @@ true elements come first in memory.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +20,16 @@ from torchtpu.compile.bucket_rules import takes_true_number
 PLAN = "torchtpu_plan"  # under which a node's meta keeps its plan, and None where the graph is not padded
 RETURNED = "torchtpu_returned"  # in an output node's meta: how many outputs the caller sees
 aten = torch.ops.aten
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def line_of(node: Node) -> str:
+    """The innermost user line that a node was traced from."""
+    for file, number in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if not file.startswith((_TORCH, "<")):
+            return f"{file}:{number}"
+    return ""
 
 
 def dims_of(node: Node) -> Dims:

@@ -123,7 +123,8 @@ def _along(*names: str) -> Callable[[Call], Plan]:
     def rule(call: Call) -> Plan:
         dims = call.dims("self")
         for name in names:
-            for axis in numbers(call.arguments[name]):
+            # roll over no dimensions goes over all elements
+            for axis in numbers(call.arguments[name]) or range(len(dims)):
                 if is_ragged(dims[axis % len(dims)]):
                     raise Unsafe("mixes a size that changes")
         return Plan([dims] * len(results(call.node)))
@@ -282,7 +283,8 @@ _RULES: dict[str, Callable[[Call], Plan]] = {
     **dict.fromkeys(("avg_pool2d_backward", "_adaptive_avg_pool2d_backward"), by_sample("self")),
     **dict.fromkeys(("split", "split_with_sizes", "unbind", "chunk"), _split),
     **dict.fromkeys(("full", "zeros", "ones", "new_zeros", "new_ones", "new_full", "new_empty", "empty"), _sized),
-    **dict.fromkeys(("cumsum", "flip", "sort"), _along("dim")),
+    **dict.fromkeys(("cumsum", "sort"), _along("dim")),
+    **dict.fromkeys(("flip", "roll"), _along("dims")),
     **dict.fromkeys(("prod", "any", "all", "var", "std", "logsumexp", "linalg_vector_norm"), _reduce(None)),
     "permute": _permute,
     "unsqueeze": _unsqueeze,
@@ -293,7 +295,6 @@ _RULES: dict[str, Callable[[Call], Plan]] = {
     "select_backward": _back_into,
     "slice_backward": _back_into,
     "stack": _stack,
-    "roll": _along("dims"),
     "cat": _cat,
     "sum": _reduce(0),
     "amax": _reduce(-math.inf),
@@ -349,8 +350,8 @@ def plan_of(node: Node, dims_of: Callable[[Node], Dims]) -> Plan:
     target: Any = node.target
     schema = target._schema
     name = schema.name.removeprefix("aten::")
-    names = [argument.name for argument in schema.arguments]
-    call = Call(node, {**dict(zip(names, node.args, strict=False)), **node.kwargs}, dims_of)
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    call = Call(node, {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}, dims_of)
     changing = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), NUMBERS)]
     if changing and name not in _TAKE_SIZES:
         others = [dims_of(n) for n in node.all_input_nodes if is_tensor(n)]

@@ -7,8 +7,12 @@ has no rule is left as it is, and then compiles programs for each size.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import GraphModule, Node
 
-from torchtpu import config
+from torchtpu import config, startup
 from torchtpu.compile.bucket_dims import NUMBERS, Plan, Unsafe, any_ragged, is_tensor, product, results, simple
-from torchtpu.compile.bucket_graph import PLAN, RETURNED, Writer, dims_of, function_of, memory_order
+from torchtpu.compile.bucket_graph import PLAN, RETURNED, Writer, dims_of, function_of, line_of, memory_order
 from torchtpu.compile.bucket_rules import plan_of
 from torchtpu.runtime import _C
 
@@ -35,15 +39,19 @@ def annotate(graph: GraphModule) -> bool:
 
     A joint graph is annotated as a whole, before it is parted, since its halves hand each other padded tensors.
     """
-    nodes = list(graph.graph.nodes)
-    try:
+    nodes, has_sizes = list(graph.graph.nodes), False
+    with attempt("buckets", graph), contextlib.suppress(Unsafe):
         has_sizes = bool(config.get("buckets")) and _analyse(nodes)
-    except Unsafe:
-        has_sizes = False
     for node in nodes:
         if not has_sizes:
             node.meta[PLAN] = None
     return has_sizes
+
+
+def attempt(what: str, graph: GraphModule) -> AbstractContextManager[None]:
+    """In the block an optimisation of the graph is tried: see `Bailouts.attempt`."""
+    lines = filter(None, map(line_of, graph.graph.nodes))
+    return startup.engine_counters().bailouts.attempt(what, next(lines, "a compiled graph"))
 
 
 def note_returned(graph: GraphModule, count: int) -> None:
@@ -114,6 +122,35 @@ _tables: WeakKeyDictionary[Any, dict[Any, _Sizes]] = WeakKeyDictionary()  # by s
 # ---- the padded graph
 
 
+def without_surplus(graph: GraphModule, make: Callable[[], Boxed]) -> Boxed:
+    """The graph as it is, which `make` makes when it is called first; what it is given by a padded half loses its
+    surplus."""
+    given = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    symbols, environment = _symbols(given)
+    table = _tables.setdefault(environment, {})
+    buckets_of = [table.setdefault(symbol, _Sizes()) for symbol in symbols]
+    read = [_source(symbol, given) for symbol in symbols]
+    padded = {
+        i: [function_of(dim, symbols) for dim in dims_of(n)]
+        for i, n in enumerate(given)
+        if is_tensor(n) and any_ragged(dims_of(n))
+    }
+    made = functools.cache(make)
+
+    def call(inputs: list[Any]) -> Any:
+        sizes = [source(inputs) for source in read]
+        buckets = [each.bucket(size) for each, size in zip(buckets_of, sizes, strict=True)]
+        for i, dims in padded.items():
+            true, whole = [dim(sizes) for dim in dims], [dim(buckets) for dim in dims]
+            if inputs[i].shape != tuple(map(math.prod, true)):
+                factors = inputs[i].reshape([n for dim in whole for n in dim])
+                part = factors[tuple(slice(n) for dim in true for n in dim)]
+                inputs[i] = part.reshape([math.prod(dim) for dim in true])
+        return made()(inputs)
+
+    return call
+
+
 class Padded:
     """The padded form of a graph that `is_padded`.
 
@@ -121,6 +158,7 @@ class Padded:
     """
 
     def __init__(self, graph: GraphModule) -> None:
+        self._module = graph
         self._given = [n for n in graph.graph.nodes if n.op == "placeholder"]
         self._symbols, environment = _symbols(self._given)
         table = _tables.setdefault(environment, {})
@@ -143,15 +181,18 @@ class Padded:
         }
         self._read = [_source(symbol, self._given) for symbol in self._symbols]
 
-    def around(self, run: Boxed) -> Boxed:
-        """The function of the true inputs, given that of the padded graph."""
+    def around(self, run: Boxed, exact: Boxed) -> Boxed:
+        """The function of the true inputs, given that of the padded graph, and what to call where this one raises."""
 
         def call(inputs: list[Any]) -> Any:
             sizes = [read(inputs) for read in self._read]
             buckets = [table.bucket(size) for table, size in zip(self._sizes, sizes, strict=True)]
-            given = self._widened(inputs, sizes, buckets)
+            outputs: Any = None
+            with attempt("buckets", self._module):
+                outputs = run(self._widened(inputs, sizes, buckets))
+            if outputs is None:
+                return exact(inputs)
             inputs.clear()
-            outputs = run(given)
             if self._is_cut:  # what follows has the true sizes, and would make this region a program for each
                 _C.cut("bucket")
             return tuple(cut(value, sizes, buckets) for cut, value in zip(self._outputs, outputs, strict=True))

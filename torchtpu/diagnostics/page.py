@@ -103,6 +103,8 @@ table('memory', data.memory, [['bytes', r => r.bytes], ['count', r => r.count], 
   ['line', r => r.line]]);
 table('room', data.room, [['count', r => r.count], ['action', r => r.action], ['line', r => r.line],
   ['last time', r => r.last]]);
+table('bailouts', data.bailouts, [['optimisation', r => r.optimisation], ['line', r => r.line],
+  ['cause', r => r.cause]]);
 drawTimeline();
 drawMap();
 document.getElementById('timeline').addEventListener('wheel', zoom, { passive: false });
@@ -118,6 +120,7 @@ _SECTIONS = (
     ("builds", "Builds"),
     ("memory", "Largest live results"),
     ("room", "For want of memory"),
+    ("bailouts", "Optimisations that failed"),
 )
 
 

@@ -12,14 +12,12 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchtpu import startup
-
-if TYPE_CHECKING:
-    from torchtpu.diagnostics.session import Listener
+from torchtpu.diagnostics.listener import Listener
 
 __all__ = ["xprof"]
 
@@ -36,8 +34,6 @@ def install() -> None:
 
     @functools.wraps(start)
     def start_trace(self: Any) -> None:
-        from torchtpu.diagnostics.session import Listener
-
         start(self)
         self._tpu_listener = Listener()
         startup.observe(self._tpu_listener)

@@ -6,13 +6,11 @@ import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtpu.diagnostics.differences import first_difference, nearest
+from torchtpu.diagnostics.listener import Build, Listener, Run
 from torchtpu.runtime.device.sizes import nbytes_of, show_bytes
-
-if TYPE_CHECKING:
-    from torchtpu.diagnostics.session import Build, Listener, Run
 
 _MAX_HOLDERS = 20
 _MAX_BARS = 5000  # per thread of the timeline
@@ -37,6 +35,7 @@ def build(listener: Listener) -> dict[str, Any]:
         "builds": [_build(b, start) for b in listener.builds],
         "memory": _memory(listener),
         "room": _room(listener),
+        "bailouts": [{"optimisation": b.what, "line": _where(b.line), "cause": b.cause} for b in listener.bailouts],
         "timeline": timeline,
     }
 
@@ -272,6 +271,7 @@ def text(data: dict[str, Any]) -> str:
     lines += _section(
         "room", [f"{r['count']} x {r['action']} at {_where(r['line'])}: {r['last']}" for r in data["room"]]
     )
+    lines += _section("bailouts", [f"{b['optimisation']} at {b['line']}: {b['cause']}" for b in data["bailouts"]])
     return "\n".join(lines)
 
 

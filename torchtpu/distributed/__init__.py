@@ -2,7 +2,8 @@
 
 Data passes group (what c10d calls) → calls (recorded, then run in the launch order) → lowering (a part of programs
 that all ranks launch together) or gloo (through the hosts); fleet makes the ranks one client; peers says what the other
-ranks do when a call fails. attention teaches DTensor and context parallel the device's attention.
+ranks do when a call fails, and that one has ended, as links between the ranks tell. attention teaches DTensor and
+context parallel the device's attention.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import functools
 import os
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +50,7 @@ def install(start_engine: Start, is_free: Callable[[], bool]) -> None:
     dist.Backend.register_backend("tpu", make, extended_api=True, devices=["tpu", "cpu"])
     distributed_c10d._new_process_group_helper = _naming_the_backend(distributed_c10d._new_process_group_helper)
     atexit.register(_at_exit)
+    os.register_at_fork(after_in_child=_groups.clear)
 
 
 def _naming_the_backend(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,9 +80,11 @@ def _make_backend(everyone: Ranks, options: Any, backend_options: Any) -> Any:
 
 def _at_exit() -> None:
     """Peers may wait for what is recorded here and has not run; after an exception they are told at once."""
-    is_failing = getattr(sys, "last_value", None) is not None
+    error = getattr(sys, "last_value", None)
     for group in list(_groups):
-        if is_failing or not group.drain(_EXIT_SECONDS):
-            group.abort()
+        if error is not None:
+            group.abort(f"has ended with {traceback.format_exception_only(error)[-1].strip()}")
+        elif not group.drain(_EXIT_SECONDS):
+            group.abort("has ended with collectives that others have not joined")
         group.close()
     calls.close(_EXIT_SECONDS)

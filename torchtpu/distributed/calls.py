@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.library
@@ -62,6 +62,7 @@ class Call:
     run: Callable[[torch.Tensor], torch.Tensor]
     kind: str = ""
     homes: tuple[int, ...] = ()
+    partner: int | None = None  # the only other rank that it needs
     route: str = ""  # " 0->1" where rank 0 sends to rank 1
     is_started: bool = False
     is_agreed: bool = False  # by a vote that found the others at this call, though not at this program
@@ -84,48 +85,99 @@ class _Totals:
         self.alone = 0
 
 
+class _Job(Generic[T]):
+    """What the worker is to do for a call, and the one answer to it."""
+
+    def __init__(self, call: Call, work: Callable[[], T], *, may_outlast_partners: bool) -> None:
+        self.call = call
+        self.may_outlast_partners = may_outlast_partners
+        self._work = work
+        self._lock = threading.Lock()  # guards what follows
+        self._is_answered = False
+        self.answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        try:
+            made: tuple[T | None, BaseException | None] = self._work(), None
+        except BaseException as error:  # noqa: BLE001 -- the waiting thread raises it
+            made = None, error
+        self.settle(*made)
+
+    def settle(self, made: T | None, error: BaseException | None) -> bool:
+        """Whether there was no answer yet."""
+        with self._lock:
+            is_first, self._is_answered = not self._is_answered, True
+        if is_first:
+            self.answer.put((made, error))
+        return is_first
+
+
 class _Worker:
-    """The one thread that talks to other ranks: what waits for it can be interrupted."""
+    """The one thread that talks to other ranks: what waits for it can be interrupted, and can stop waiting, after which
+    another thread takes its place."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # guards what follows
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_stuck = False
+        self._current: _Job[Any] | None = None
 
-    def run(self, job: Callable[[], T], seconds: float | None = None) -> T:
-        """What the job returns; TimeoutError where it does not return in time, after which nothing else can run."""
-        if self._is_stuck:
-            raise TimeoutError("an earlier launch with other ranks has not returned")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="torchtpu-collectives", daemon=True)
-            self._thread.start()
-        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-
-        def task() -> None:
-            try:
-                answer.put((job(), None))
-            except BaseException as error:  # noqa: BLE001 -- the waiting thread raises it
-                answer.put((None, error))
-
-        self._jobs.put(task)
+    def run(
+        self, call: Call, work: Callable[[], T], seconds: float | None = None, *, may_outlast_partners: bool = False
+    ) -> T:
+        """What the work returns; TimeoutError where it does not return in time."""
+        job = _Job(call, work, may_outlast_partners=may_outlast_partners)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, args=(self._jobs,), name="torchtpu-collectives", daemon=True
+                )
+                self._thread.start()
+            self._current = job
+            self._jobs.put(job)
         try:
-            made, error = answer.get(timeout=seconds)
+            made, error = job.answer.get(timeout=seconds)
         except queue.Empty:
-            self._is_stuck = True
-            raise TimeoutError(f"it has not returned within {seconds:.0f} s") from None
+            self._give_up(job, TimeoutError(f"it has not returned within {seconds:.0f} s"))
+            made, error = job.answer.get()
+        finally:
+            with self._lock:
+                self._current = None
         if error is not None:
             raise error
         return cast("T", made)
 
-    def close(self, seconds: float) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(0 if self._is_stuck else seconds)
-            self._thread = None
+    def stop_waiting(self, owner: Owner, rank: int | None) -> None:
+        """What runs for the group fails where it waits for this rank, or for any."""
+        with self._lock:
+            job = self._current
+        if job is None or job.call.owner is not owner:
+            return
+        if rank is None:
+            self._give_up(job, ConnectionError("another rank has failed"))
+        elif job.call.partner in (None, rank) and not job.may_outlast_partners:
+            self._give_up(job, ConnectionError("a rank has ended"))
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+    def close(self, seconds: float) -> None:
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._jobs.put(None)
+            self._jobs = queue.SimpleQueue()
+        if thread is not None:
+            thread.join(seconds)
+
+    def _give_up(self, job: _Job[Any], error: BaseException) -> None:
+        if job.settle(None, error):
+            self.close(0)  # the thread ends when what it waits for does
+
+    def _work(self, jobs: queue.SimpleQueue[_Job[Any] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            job.run()
+
+
+def stop_waiting(owner: Owner, rank: int | None) -> None:
+    """A rank of the group will not come any more, or (None) the group has failed. What runs for it fails."""
+    _worker.stop_waiting(owner, rank)
 
 
 _tickets = itertools.count(3)  # smaller numbers stay in a program's text
@@ -190,7 +242,7 @@ class Recorded:
         call = _waiting.pop(int(ticket))
         _totals.alone += 1
         with _finishing([call]):
-            return _worker.run(lambda: call.run(tensor.view(-1))).view(tuple(sizes))
+            return _worker.run(call, lambda: call.run(tensor.view(-1))).view(tuple(sizes))
 
     def skip(self, error: BaseException, tensor: None, ticket: float, *_: Any) -> None:
         call = _waiting.pop(int(ticket))
@@ -200,17 +252,17 @@ class Recorded:
     def agree(self, tickets: Sequence[float], ballot: Ballot) -> Verdict:
         calls = [_waiting[int(ticket)] for ticket in tickets]
         _totals.votes += bool(ballot.program)
-        return self._ask(tickets, lambda: calls[0].owner.agree(calls, ballot))
+        return self._ask(tickets, lambda owner: owner.agree(calls, ballot))
 
     def tell(self, tickets: Sequence[float], numbers: Sequence[int]) -> list[list[int]]:
-        owner = _waiting[int(tickets[0])].owner
-        return self._ask(tickets, lambda: owner.tell(numbers))
+        return self._ask(tickets, lambda owner: owner.tell(numbers))
 
-    def _ask(self, tickets: Sequence[float], ask: Callable[[], T]) -> T:
+    def _ask(self, tickets: Sequence[float], ask: Callable[[Owner], T]) -> T:
         """What the ranks say of these calls. An error is that of all of them."""
         started = time.perf_counter()
+        call = _waiting[int(tickets[0])]
         try:
-            return _worker.run(ask)
+            return _worker.run(call, lambda: ask(call.owner))
         except BaseException:
             with _finishing([_waiting.pop(int(ticket)) for ticket in tickets]):
                 raise
@@ -223,7 +275,7 @@ class Recorded:
             call.is_started = True
         _totals.fused += len(calls)
         with _finishing(calls):
-            return _worker.run(launch, calls[0].owner.timeout())
+            return _worker.run(calls[0], launch, calls[0].owner.timeout(), may_outlast_partners=True)
 
 
 _HOMES = 3  # the place of the argument
@@ -253,29 +305,30 @@ class _Progress:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._has_work = threading.Event()
-        self._is_closed = False
+        self._is_closed = threading.Event()
 
     def watch(self) -> None:
         """A collective was recorded."""
         self._has_work.set()
         if self._thread is None:
-            self._is_closed = False
+            self._is_closed.clear()
             self._thread = threading.Thread(target=self._watch, name="torchtpu-progress", daemon=True)
             self._thread.start()
 
     def close(self, seconds: float) -> None:
         if self._thread is not None:
-            self._is_closed = True
+            self._is_closed.set()
             self._has_work.set()
             self._thread.join(seconds)
             self._thread = None
 
     def _watch(self) -> None:
         before = -1
-        while not self._is_closed:
+        while not self._is_closed.is_set():
             self._has_work.wait()
             self._has_work.clear()
-            time.sleep(_IDLE_SECONDS)
+            if self._is_closed.wait(_IDLE_SECONDS):
+                return
             recorded = _C.stats()["ops_recorded"]
             if _waiting and recorded == before:
                 _C.cut_all()

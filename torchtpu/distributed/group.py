@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
+from torchtpu import config
 from torchtpu.runtime import _C
 from torchtpu.runtime.spmd.regions import Ballot, Verdict
 
-from .calls import Call, record, whole
+from .calls import Call, record, stop_waiting, whole
 from .flight import recorder
 from .gloo import Gloo, connect
 from .lowering import is_compiled
-from .peers import Peers
+from .peers import Peers, tell
 from .tensors import (  # fmt: skip
     Tensors,
     check_sizes,
@@ -94,12 +95,14 @@ class Group:
         self._host: Any = connect(PrefixStore("host", store), rank, size, timeout)
         everyone = list(ranks) or list(range(size))
         recorder.join(name, everyone, everyone[rank])
-        self._peers = Peers(store, rank, size, name, ranks)
         self._sequence = 0
         self._lock = threading.Lock()  # guards what follows
         self._unfinished: deque[Call] = deque()
         self._coalesced: list[Done] | None = None
         self._error: BaseException | None = None
+        self._peers = Peers(rank, size, name, ranks, functools.partial(stop_waiting, self))
+        if not config.get("world_size"):  # else nobody else is there
+            self._peers.connect(PrefixStore("peers", store), timeout)
 
     # what c10d calls
 
@@ -210,16 +213,16 @@ class Group:
         """Receiving begins now, so that crossed sends meet; the tensor is written, in program order, by `wait`."""
         if is_on_host(tensors):
             return self._host.recv(tensors, source, tag)
-        self._refuse_after_failure()
         (tensor,) = tensors
-        handle, received = self._transport.start_receiving(tensor.numel(), tensor.dtype, source, tag)
 
         def receive(_: torch.Tensor) -> torch.Tensor:
             handle.wait()
             return received
 
-        call = self._call("recv", f"recv from rank {source}", receive)
+        call = self._call("recv", f"recv from rank {source}", receive, partner=source)
         call.route = f" {self.rank}<-{source}"
+        self._refuse_after_failure(call)
+        handle, received = self._transport.start_receiving(tensor.numel(), tensor.dtype, source, tag)
 
         def finish() -> None:
             write([tensor], record(call, tensor.new_empty(1), [max(1, tensor.numel())]))
@@ -276,11 +279,12 @@ class Group:
         self.drain()
         self.close()
 
-    def abort(self) -> None:
-        """Ends the group at once; what waits in it fails."""
-        self._error = self._error or dist.DistBackendError(f"rank {self.rank} has aborted its process group")
-        self._transport.group.abort()
+    def abort(self, why: str = "has aborted its process group") -> None:
+        """Ends the group at once; what waits in it fails, here and on the other ranks, which are told why."""
+        self._error = self._error or dist.DistBackendError(f"rank {self.rank} {why}")
+        stop_waiting(self, None)
         self._host.abort()
+        self._peers.abandon(why)
         self.close()
 
     def close(self) -> None:
@@ -290,23 +294,20 @@ class Group:
     # what a recorded call asks of its group
 
     def begin(self, call: Call) -> None:
-        self._refuse_after_failure()
+        self._refuse_after_failure(call)
         with self._lock:
             while self._unfinished and self._unfinished[0].finished.is_set():  # they finish in order
                 self._unfinished.popleft()
             self._unfinished.append(call)
 
     def agree(self, calls: Sequence[Call], ballot: Ballot) -> Verdict:
-        self._refuse_after_failure()
+        self._refuse_after_failure(calls[0])
         self._peers.begin(calls[0])
         calls[0].is_agreed = True
-        return self._peers.agree(calls, ballot, self._transport.meet)
+        return self._peers.agree(calls, ballot, self._meet)
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
-        lengths = [length for (length,) in self._transport.meet([len(numbers)])]
-        padded = [*numbers, *[0] * (max(lengths) - len(numbers))]
-        everyones = self._transport.meet(padded) if padded else [[] for _ in lengths]
-        return [found[:length] for found, length in zip(everyones, lengths, strict=True)]
+        return tell(numbers, self._meet)
 
     def timeout(self) -> float:
         return self._timeout.total_seconds()
@@ -326,16 +327,16 @@ class Group:
         run: Callable[[torch.Tensor], torch.Tensor],
         kind: str = "",
         homes: tuple[int, ...] = (),
+        partner: int | None = None,
     ) -> Call:
-        is_for_all = name not in ("send", "recv")
-        self._sequence += is_for_all
-        call = Call(self, name, what, self._sequence, _C.current_line(), run, kind or name, homes)
+        self._sequence += partner is None
+        call = Call(self, name, what, self._sequence, _C.current_line(), run, kind or name, homes, partner)
 
         def begin(tensor: torch.Tensor) -> torch.Tensor:
-            self._refuse_after_failure()
+            self._refuse_after_failure(call)
             self._peers.begin(call)
-            if is_for_all and not call.is_agreed:
-                self._peers.agree([call], Ballot("", 1, ""), self._transport.meet)
+            if partner is None and not call.is_agreed:
+                self._peers.agree([call], Ballot("", 1, ""), self._meet)
             return run(tensor)
 
         call.run = begin
@@ -373,8 +374,9 @@ class Group:
             is_even, kind = True, f"shift {step}"
         source = whole(tensor)
         homes = self._homes_for(kind, tensor) if is_even else ()
-        call = self._call(name, what, run, kind, homes)
-        call.route = f" {self.rank}->{arguments[0]}" if name == "send" else ""
+        partner = arguments[0] if name == "send" else None
+        call = self._call(name, what, run, kind, homes, partner)
+        call.route = "" if partner is None else f" {self.rank}->{partner}"
         result = record(call, source, self._sizes(name, source.shape, count))
         write([tensor] if outputs is None else outputs, result)
         return call
@@ -422,6 +424,14 @@ class Group:
         width = tensor.numel() // rows if rows else 0
         return [n * width for n in splits]
 
-    def _refuse_after_failure(self) -> None:
+    def _meet(self, words: Sequence[int]) -> list[list[int]]:
+        """Nobody begins to wait for a rank that has ended: one ends when all have come to its last meeting."""
+        if missing := self._peers.missing():
+            raise ConnectionError(missing)
+        return self._transport.meet(words)
+
+    def _refuse_after_failure(self, call: Call) -> None:
+        if self._error is None and (why := self._peers.failure()):
+            self.explain(call, ConnectionError(why))
         if self._error is not None:
             raise self._error

@@ -1,49 +1,62 @@
 """What ranks tell each other about their calls: in come a call and its failure, out goes an error that names ranks.
 
-A rank whose collective fails asks through the store; a thread of every other rank answers with what that rank is doing.
+A rank whose collective fails asks the others, each of which answers with what it is doing; a rank that ends is noticed
+by its connections. Whoever waits for a rank that will not come stops waiting.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import sys
 import threading
-import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 import torchtpu
 from torchtpu.runtime.spmd.regions import Ballot, Verdict
 
 from .flight import recorder
+from .links import Links, Notice
 
 if TYPE_CHECKING:
     from .calls import Call
 
-Meet = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # tells all ranks some ints, and their ints
+Meet = Callable[[Sequence[int]], list[list[int]]]  # tells all ranks some ints, as many each, and their ints
 
-_POLL_SECONDS = 1.0
-_ANSWER_SECONDS = 4.0
-_STORE_SECONDS = timedelta(seconds=5)
+_ANSWER_SECONDS = 2.0
+# A process may end when its part of a collective is done, which others may not have finished yet.
+_GRACE_SECONDS = 2.0
 
 
 class Peers:
-    """The other ranks of one group, `ranks` their global numbers."""
+    """The other ranks of one group, `ranks` their global numbers. `stop_waiting(rank)` is called where a rank has ended
+    and nobody waits for it in vain, `stop_waiting(None)` where the group has failed."""
 
-    def __init__(self, store: Store, rank: int, size: int, name: str, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, rank: int, size: int, name: str, ranks: Sequence[int], stop_waiting: Callable[[int | None], None]
+    ) -> None:
         self._rank = rank
         self._name = name
         self._ranks = list(ranks) or list(range(size))
-        self._store = PrefixStore("calls", store)
+        self._stop_waiting = stop_waiting
+        self._links = Links(rank, self._hear)
         self.last: Call | None = None
-        _reporter.serve(self, PrefixStore("reports", store), self._ranks[rank])
+        self._news = threading.Condition()  # guards what follows, by rank
+        self._ended: dict[int, str] = {}
+        self._failed: dict[int, str] = {}
+        self._answers: dict[int, str] = {}
+
+    def connect(self, store: Store, timeout: timedelta) -> None:
+        """Waits for the other ranks. All call it, once."""
+        self._links.connect(store, len(self._ranks), timeout)
+        _groups.add(self)
 
     def __str__(self) -> str:
         last = self.last
@@ -69,28 +82,80 @@ class Peers:
         if len(set(first)) == 1:
             is_same = len({*called}) == len({*identities}) == 1 and identities[0] != 0
             return Verdict(is_same, 0 if 0 in programs else min(counts), _number(str((programs, counts))))
-        self._store.set(f"{call.sequence}/{self._rank}", str(call))
-        keys = [f"{call.sequence}/{rank}" for rank in range(len(self._ranks))]
-        told = ", ".join(
-            f"rank {rank}: {text.decode()}" for rank, text in zip(self._ranks, self._store.multi_get(keys), strict=True)
-        )
+        texts = (bytes(letters).decode() for letters in tell([*str(call).encode()], meet))
+        told = ", ".join(f"rank {rank}: {text}" for rank, text in zip(self._ranks, texts, strict=True))
         raise dist.DistBackendError(f"the ranks of group {self._name} are at different collectives: {told}")
 
+    def failure(self) -> str:
+        """Why the group cannot be used any more, by what other ranks have told; "" where it can."""
+        with self._news:
+            return next((self._told(rank) for rank in self._failed if rank != self._rank), "")
+
+    def missing(self) -> str:
+        """Which ranks have ended; "" where all are there."""
+        with self._news:
+            return "; ".join(map(self._told, self._ended))
+
     def explain(self, call: Call, error: BaseException) -> BaseException:
-        """The error to raise for a call that failed."""
-        if isinstance(error, dist.DistBackendError):
+        """The error to raise for a call that failed. The other ranks are told."""
+        if isinstance(error, dist.DistBackendError):  # of all ranks
             return error
-        others = [rank for rank in self._ranks if rank != self._ranks[self._rank]]
-        told = "; ".join(_reporter.ask(others))
-        failure = dist.DistBackendError(
-            f"rank {self._ranks[self._rank]}: {call} of group {self._name} failed: {str(error).strip()}. {told}"
-        )
+        what = f"{call} of group {self._name} failed: {str(error).strip()}"
+        self._links.tell("ask")
+        others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+        with self._news:
+            self._news.wait_for(lambda: all(self._is_known(rank) for rank in others), _ANSWER_SECONDS)
+            told = "; ".join(sorted(map(self._told, others), key=lambda text: " has ended" not in text))
+        self._links.tell("failed", f"stopped: {what}")
+        failure = dist.DistBackendError(f"rank {self._ranks[self._rank]}: {what}. {told}")
         failure.__cause__ = error
         return failure
 
+    def abandon(self, why: str) -> None:
+        """Tells the others that this rank will not come any more."""
+        self._links.tell("failed", why)
+
     def close(self) -> None:
         """The group has ended."""
-        _reporter.forget(self)
+        _groups.discard(self)
+        self._links.close()
+
+    def _is_known(self, rank: int) -> bool:
+        return rank in self._ended or rank in self._failed or rank in self._answers
+
+    def _told(self, rank: int) -> str:
+        about = self._failed.get(rank) or self._ended.get(rank) or self._answers.get(rank)
+        silent = "does not answer: it hangs outside Python, or its machine is lost"
+        return f"rank {self._ranks[rank]} {about or silent}"
+
+    def _hear(self, notice: Notice) -> None:
+        """In the thread of the connections."""
+        kind, rank, text = notice
+        with self._news:
+            if kind == "gone":
+                self._ended[rank] = f"has ended: {text}"
+            elif kind == "left":
+                self._ended.setdefault(rank, "has left the group")
+            elif kind == "failed":
+                self._failed[rank] = text
+            elif kind == "at":
+                self._answers[rank] = text
+            self._news.notify_all()
+        if kind == "gone":
+            self._links.later(_GRACE_SECONDS, lambda: self._stop_waiting(rank))
+        elif kind == "failed" and rank != self._rank:
+            self._stop_waiting(None)
+        elif kind == "ask":
+            self._links.tell("at", f"is at {_place()}, {'; '.join(map(str, list(_groups)))}")
+            recorder.dump()
+
+
+def tell(numbers: Sequence[int], meet: Meet) -> list[list[int]]:
+    """The numbers of each rank, of which each tells as many as it likes."""
+    lengths = [length for (length,) in meet([len(numbers)])]
+    padded = [*numbers, *[0] * (max(lengths) - len(numbers))]
+    everyones = meet(padded) if padded else [[] for _ in lengths]
+    return [found[:length] for found, length in zip(everyones, lengths, strict=True)]
 
 
 def _word(*calls: Call) -> int:
@@ -100,72 +165,6 @@ def _word(*calls: Call) -> int:
 
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-
-
-class _Reporter:
-    """Answers for this process. Uses the store of the first group, and lives as long as any."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows
-        self._groups: list[Peers] = []
-        self._store: Store | None = None
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-
-    def serve(self, group: Peers, store: Store, rank: int) -> None:
-        with self._lock:
-            self._groups.append(group)
-            if self._thread is not None:
-                return
-            self._store = store
-            self._stop = threading.Event()
-            mine = cast("Any", store).clone()
-            mine.set_timeout(_STORE_SECONDS)
-            self._thread = threading.Thread(
-                target=self._serve, args=(mine, rank, self._stop), name="torchtpu-peers", daemon=True
-            )
-            self._thread.start()
-
-    def forget(self, group: Peers) -> None:
-        with self._lock:
-            if group in self._groups:
-                self._groups.remove(group)
-            if self._groups or self._thread is None:
-                return
-            thread, self._thread = self._thread, None
-            self._stop.set()
-        thread.join(_STORE_SECONDS.total_seconds() + _POLL_SECONDS)
-
-    def ask(self, ranks: Sequence[int]) -> list[str]:
-        """What each of the ranks is doing."""
-        if self._store is None:
-            return []
-        answers: dict[int, str] = {}
-        with contextlib.suppress(RuntimeError):  # the store is gone too
-            store = cast("Any", self._store).clone()
-            store.set_timeout(_STORE_SECONDS)
-            store.set("asked", "1")
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            while len(answers) < len(ranks) and time.monotonic() < deadline:
-                for rank in ranks:
-                    if rank not in answers and store.check([str(rank)]):
-                        answers[rank] = store.get(str(rank)).decode()
-                time.sleep(0.1)
-        silent = "did not answer: its process has ended or hangs outside Python"
-        return [f"rank {rank} {answers.get(rank, silent)}" for rank in ranks]
-
-    def _serve(self, store: Store, rank: int, stop: threading.Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            while not stop.wait(_POLL_SECONDS):
-                if store.check(["asked"]):
-                    store.set(str(rank), self._report())
-                    recorder.dump()
-                    return
-
-    def _report(self) -> str:
-        with self._lock:
-            groups = "; ".join(map(str, self._groups))
-        return f"is at {_place()}, {groups}"
 
 
 def _place() -> str:
@@ -182,4 +181,4 @@ def _place() -> str:
     return "an unknown line"
 
 
-_reporter = _Reporter()
+_groups: weakref.WeakSet[Peers] = weakref.WeakSet()

@@ -84,7 +84,13 @@ def _into(op: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     outs = {a.name: kwargs.pop(a.name) for a in op._schema.arguments if a.is_out}
     made = function(*args, **kwargs)
     results = made if isinstance(made, tuple) else (made,)
-    if any(m.dtype != out.dtype or m.device != out.device for m, out in zip(results, outs.values(), strict=True)):
+    for result, out in zip(results, outs.values(), strict=True):
+        if result.device != out.device:  # the CPU cannot say this
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{result.device} and {out.device}!"
+            )
+    if any(m.dtype != out.dtype for m, out in zip(results, outs.values(), strict=True)):
         raise_as_cpu(op, *args, **kwargs, **outs)
     for result, out in zip(results, outs.values(), strict=True):
         if result.shape != out.shape:

@@ -2,13 +2,19 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/pythoncapi_compat.h>
 #include <torch/version.h>
+#include <unistd.h>
+
+#include <exception>
 
 #include "bind/bridge.h"
 #include "bind/process_group.h"
 #include "device/device.h"
+#include "device/gil.h"
 #include "launch/queue.h"
 #include "launch/read.h"
+#include "launch/signals.h"
 #include "region/program.h"
 #include "region/replay.h"
 
@@ -181,21 +187,19 @@ py::object dump(int device) {
   Recorder& r = recorder_for(static_cast<c10::DeviceIndex>(device));
   std::vector<BaseRef> inputs;
   std::vector<int32_t> outputs;
-  std::shared_ptr<Trie> trie;
-  const Node* at;
+  std::optional<HeldNode> held;
   {
     StateGuard guard(state_lock);
     if (r.is_empty()) return py::none();
-    trie = r.trie;
-    at = r.at;
+    held.emplace(r.trie, r.at);
     for (const auto& input : r.inputs) inputs.push_back(input->base);
-    for (int32_t value = 0; value < at->next_value; value++) {
+    for (int32_t value = 0; value < r.at->next_value; value++) {
       if (r.live[value]) outputs.push_back(value);
     }
   }
-  const Node* first = at;
+  const Node* first = *held;
   while (first->parent->info) first = first->parent;
-  return make_program(at, inputs, outputs, {}, first->line);
+  return make_program(*held, inputs, outputs, {}, first->line);
 }
 
 void bind_engine_types(py::module& m) {
@@ -254,11 +258,23 @@ void bind_engine_types(py::module& m) {
       .def("failed", [](Work& w, py::object error) { work_failed(w, error.ptr()); });
 }
 
+std::terminate_handler terminate_otherwise = nullptr;
+
+// A thread that comes back from a library's long wait, such as that for a rank that has ended, asks for the GIL.  While
+// Python ends, it unwinds the thread instead, and a `noexcept` frame of the library on the way would end the process
+// with SIGABRT.  Such a thread waits here for the process to end by itself.
+[[noreturn]] void park_while_python_ends() {
+  while (Py_IsFinalizing() && gettid() != getpid()) pause();
+  if (terminate_otherwise) terminate_otherwise();
+  std::abort();
+}
+
 }  // namespace
 }  // namespace torchtpu
 
 PYBIND11_MODULE(_C, m) {
   using namespace torchtpu;
+  terminate_otherwise = std::set_terminate(park_while_python_ends);
   m.attr("built_torch_version") = TORCH_VERSION;
   bind_device(m);
   bind_engine_types(m);
@@ -277,7 +293,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cut", [](const std::string& reason) {
     static auto* reasons = new std::unordered_map<std::string, std::string>();
     const char* kept = reasons->try_emplace(reason, reason).first->second.c_str();
-    py::gil_scoped_release release;
+    ReleaseGil release;
     bool any = false;
     for (c10::DeviceIndex device = 0; device < device_count(); device++)
       any |= cut(recorder_for(device), kept) != nullptr;
@@ -325,5 +341,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("dump", &dump);
   m.def("current_line", &current_line);
   m.def("drain", &drain_decrefs);
-  m.def("shutdown", &shutdown);
+  m.def("shutdown", [](double seconds, const py::object& close) {
+    SignalsDeferred deferred;
+    bool have_ended = shutdown(seconds);
+    if (!close().cast<bool>() || !have_ended) exit_without_destructors();
+  });
 }

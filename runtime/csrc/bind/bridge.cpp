@@ -4,7 +4,9 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "device/gil.h"
 #include "launch/queue.h"
+#include "launch/signals.h"
 
 namespace torchtpu {
 
@@ -38,9 +40,9 @@ class NoTracing {
   py::object before_;
 };
 
-// Runs `call` and turns a Python exception into one that torch's bindings restore.
+// Runs `call`, which may wait, and turns a Python exception into one that torch's bindings restore.
 template <class F>
-auto guarded(F&& call) {
+auto interruptible(F&& call) {
   try {
     NoTracing scope;
     return call();
@@ -50,11 +52,28 @@ auto guarded(F&& call) {
   }
 }
 
-bool is_library_file(const char* path) {
+// The same for what does not wait: signal handlers do.
+template <class F>
+auto guarded(F&& call) {
+  SignalsDeferred deferred;
+  return interruptible(std::forward<F>(call));
+}
+
+// A path as tracebacks show it, which is text wherever it goes: bytes that are not UTF-8 are backslash escapes.
+std::string shown(PyObject* path) {
+  if (const char* text = PyUnicode_AsUTF8(path)) return text;
+  PyErr_Clear();
+  auto bytes = py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(path, "utf-8", "backslashreplace"));
+  if (bytes) return bytes;
+  PyErr_Clear();
+  return "?";
+}
+
+bool is_library_path(const char* path) {
   static const std::vector<std::string>* roots = [] {
     auto* found = new std::vector<std::string>();
     for (const char* name : {"torch", "torchtpu", "torchtpu.runtime"}) {
-      auto file = py::module_::import(name).attr("__file__").cast<std::string>();
+      std::string file = shown(py::module_::import(name).attr("__file__").ptr());
       found->push_back(file.substr(0, file.rfind('/') + 1));
     }
     return found;
@@ -66,11 +85,19 @@ bool is_library_file(const char* path) {
   return false;
 }
 
+bool is_library_file(PyObject* path) {
+  const char* text = PyUnicode_AsUTF8(path);
+  if (text) return is_library_path(text);
+  PyErr_Clear();
+  return is_library_path(shown(path).c_str());
+}
+
 }  // namespace
 
 std::atomic<bool> reads_are_observed{false};
 
 void set_engine(PyObject* engine) {
+  set_main_thread();
   Py_INCREF(engine);
   Py_XDECREF(std::exchange(engine_object, engine));
 }
@@ -88,7 +115,8 @@ void throw_python_error() {
 
 // Each reader gets its own copy: a traceback keeps the reader's frame, and with it the failed value, alive.
 void raise_stored(PyObject* error) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
+  SignalsDeferred deferred;
   auto stored = py::reinterpret_borrow<py::object>(error);
   py::object copy;
   try {
@@ -114,19 +142,18 @@ CodePlace::CodePlace(PyObject* frame) {
 CodePlace::~CodePlace() { defer_decref(code_); }
 
 std::string CodePlace::line() const {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   auto* code = reinterpret_cast<PyCodeObject*>(code_);
-  return PyUnicode_AsUTF8(code->co_filename) + (":" + std::to_string(PyCode_Addr2Line(code, instruction_)));
+  return shown(code->co_filename) + (":" + std::to_string(PyCode_Addr2Line(code, instruction_)));
 }
 
 std::shared_ptr<CodePlace> current_place() {
   if (!Py_IsInitialized() || (replayed_line && !replayed_line->empty())) return nullptr;
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   auto* frame = reinterpret_cast<PyFrameObject*>(Py_XNewRef(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    const char* file = PyUnicode_AsUTF8(code->co_filename);
-    bool is_users = file && !is_library_file(file);
+    bool is_users = !is_library_file(code->co_filename);
     Py_DECREF(code);
     if (is_users) return std::make_shared<CodePlace>(reinterpret_cast<PyObject*>(frame));
     PyFrameObject* caller = PyFrame_GetBack(frame);
@@ -143,7 +170,7 @@ std::string current_line() {
 }
 
 void infer_in_python(const OpInfo& info, Stack* stack) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   guarded([&] {
     py::list args;
     for (size_t i = 0; i < stack->size(); i++) {
@@ -165,33 +192,33 @@ void infer_in_python(const OpInfo& info, Stack* stack) {
 
 void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype, int64_t nbytes) {
   std::string line = current_line();
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   py::object shown = dtype ? py::cast(*dtype) : py::object(py::none());
   guarded([&] { engine().attr("fallback")(op, shown, line, nbytes); });
 }
 
 at::Tensor download(PyObject* object) {
-  py::gil_scoped_acquire gil;
-  return guarded([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
+  AcquireGil gil;
+  return interruptible([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
 }
 
 PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   return guarded([&] { return engine().attr("upload")(host, static_cast<int>(device)).release().ptr(); });
 }
 
 void resolve_guard(PyObject* guard) {
-  py::gil_scoped_acquire gil;
-  guarded([&] { engine().attr("resolve")(py::handle(guard)); });
+  AcquireGil gil;
+  interruptible([&] { engine().attr("resolve")(py::handle(guard)); });
 }
 
 bool has_passed(PyObject* guard) {
-  py::gil_scoped_acquire gil;
-  return guarded([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
+  AcquireGil gil;
+  return interruptible([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
 }
 
 void report_read(const std::string& line, double started, double seconds, int64_t nbytes) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   guarded([&] { engine().attr("was_read")(line, started, seconds, nbytes); });
 }
 
@@ -200,12 +227,17 @@ void report_waiting(const std::string& what, double seconds) {
 }
 
 void finish_device(c10::DeviceIndex device) {
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
+  interruptible([&] { engine().attr("await_launches")(static_cast<int>(device)); });
   guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
 }
 
 void launch(const WorkRef& work) {
   guarded([&] { engine().attr("launch")(work); });
+}
+
+bool is_prompt(const WorkRef& work) {
+  return guarded([&] { return engine().attr("is_prompt")(work).cast<bool>(); });
 }
 
 void plan(const std::shared_ptr<Plan>& plan) {

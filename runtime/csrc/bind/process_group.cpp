@@ -7,6 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "device/gil.h"
 #include "launch/queue.h"
 
 namespace torchtpu {
@@ -23,7 +24,7 @@ void release(py::object& object) {
     object.release();  // nobody may take the GIL any more
     return;
   }
-  py::gil_scoped_acquire gil;
+  AcquireGil gil;
   object = py::object();
 }
 
@@ -59,7 +60,7 @@ class Work final : public c10d::Work {
  private:
   template <class T>
   T ask(const char* name) const {
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     return guarded(call_, name).template cast<T>();
   }
   py::object call_;
@@ -83,7 +84,7 @@ class Backend final : public c10d::Backend {
     tell("set_timeout", timeout);
   }
   c10d::ErrorType getError() override {
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     return guarded(group_, "has_failed").cast<bool>() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
   }
   void waitForPendingWorks() override { tell("drain"); }
@@ -148,12 +149,12 @@ class Backend final : public c10d::Backend {
  private:
   template <class... Args>
   void tell(const char* name, const Args&... args) {
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     guarded(group_, name, args...);
   }
   template <class... Args>
   WorkPtr work(const char* name, const Args&... args) {
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     py::object made = guarded(group_, name, args...);
     if (py::isinstance<c10d::Work>(made)) return made.cast<WorkPtr>();  // tensors of the CPU
     return c10::make_intrusive<Work>(std::move(made));
@@ -186,7 +187,7 @@ void bind_process_group(pybind11::module_& m) {
         }
         wake_launcher();
       },
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<ReleaseGil>());
 }
 
 }  // namespace torchtpu

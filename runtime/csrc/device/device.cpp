@@ -221,24 +221,35 @@ TpuGenerator::TpuGenerator(DeviceIndex device)
     : c10::GeneratorImpl(Device(kTpu, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
       state_(c10::make_intrusive<State>()) {}
 
-void TpuGenerator::set_current_seed(uint64_t seed) {
-  state_->seed = seed;
-  state_->offset = 0;
+TpuGenerator::Counter TpuGenerator::counter() const {
+  SpinGuard guard(random_lock);
+  return state_->counter;
 }
 
-void TpuGenerator::set_offset(uint64_t offset) { state_->offset = offset; }
-uint64_t TpuGenerator::get_offset() const { return state_->offset; }
-uint64_t TpuGenerator::current_seed() const { return state_->seed; }
+void TpuGenerator::set_counter(Counter counter) {
+  SpinGuard guard(random_lock);
+  state_->counter = counter;
+}
+
+void TpuGenerator::set_current_seed(uint64_t seed) { set_counter({seed, 0}); }
+void TpuGenerator::set_offset(uint64_t offset) {
+  SpinGuard guard(random_lock);
+  state_->counter.offset = offset;
+}
+uint64_t TpuGenerator::get_offset() const { return counter().offset; }
+uint64_t TpuGenerator::current_seed() const { return counter().seed; }
 
 uint64_t TpuGenerator::seed() {
-  set_current_seed(c10::detail::getNonDeterministicRandom(/*is_cuda=*/true));
-  return state_->seed;
+  uint64_t seed = c10::detail::getNonDeterministicRandom(/*is_cuda=*/true);
+  set_current_seed(seed);
+  return seed;
 }
 
 c10::intrusive_ptr<c10::TensorImpl> TpuGenerator::get_state() const {
   auto bytes = at::detail::empty_cpu({16}, at::kByte, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
-  std::memcpy(bytes.data_ptr<uint8_t>(), &state_->seed, 8);
-  std::memcpy(bytes.data_ptr<uint8_t>() + 8, &state_->offset, 8);
+  Counter now = counter();
+  std::memcpy(bytes.data_ptr<uint8_t>(), &now.seed, 8);
+  std::memcpy(bytes.data_ptr<uint8_t>() + 8, &now.offset, 8);
   return bytes.getIntrusivePtr();
 }
 
@@ -247,39 +258,48 @@ void TpuGenerator::set_state(const c10::TensorImpl& new_state) {
   TORCH_CHECK(new_state.numel() == 16, "RNG state is wrong size: expected 16 bytes (seed, offset), got ",
               new_state.numel());
   const auto* bytes = static_cast<const uint8_t*>(new_state.data());
-  std::memcpy(&state_->seed, bytes, 8);
-  std::memcpy(&state_->offset, bytes + 8, 8);
+  Counter given;
+  std::memcpy(&given.seed, bytes, 8);
+  std::memcpy(&given.offset, bytes + 8, 8);
+  set_counter(given);
+}
+
+c10::intrusive_ptr<TpuGenerator::State> TpuGenerator::state() const {
+  SpinGuard guard(random_lock);
+  return state_;
 }
 
 void TpuGenerator::graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& new_state) {
   auto* other = dynamic_cast<TpuGenerator*>(new_state.get());
   TORCH_CHECK(other != nullptr, "Expected a 'tpu' generator as the new state");
-  state_ = other->state_;
+  auto state = other->state();
+  SpinGuard guard(random_lock);
+  state_.swap(state);
 }
 
 c10::intrusive_ptr<c10::GeneratorImpl> TpuGenerator::graphsafe_get_state() const {
   auto shared = c10::make_intrusive<TpuGenerator>(device_.index());
-  shared->state_ = state_;
+  shared->state_ = state();
   return shared;
 }
 
 TpuGenerator* TpuGenerator::clone_impl() const {
   auto* copy = new TpuGenerator(device_.index());
-  *copy->state_ = *state_;
+  copy->set_counter(counter());
   return copy;
 }
 
 std::pair<uint64_t, uint64_t> TpuGenerator::advance(uint64_t increment) {
-  const uint64_t offset = state_->offset;
-  state_->offset += (increment + 3) / 4 * 4;
-  return {state_->seed, offset};
+  SpinGuard guard(random_lock);
+  const uint64_t offset = state_->counter.offset;
+  state_->counter.offset += (increment + 3) / 4 * 4;
+  return {state_->counter.seed, offset};
 }
 
 std::pair<uint64_t, uint64_t> next_philox(const std::optional<at::Generator>& generator, DeviceIndex device,
                                           uint64_t increment) {
   const bool given = generator.has_value() && generator->defined();
   auto* source = at::check_generator<TpuGenerator>(given ? *generator : default_generator(device));
-  std::lock_guard<std::mutex> lock(source->mutex_);
   return source->advance(increment);
 }
 

@@ -13,7 +13,8 @@
 
 namespace torchtpu {
 
-// A counter-based generator: its whole state is a seed and the offset of the next unused counter.
+// A counter-based generator: its whole state is a seed and the offset of the next unused counter.  Ops draw from it
+// under state_lock, so that its state is guarded by random_lock, and its mutex by nobody here.
 class TpuGenerator final : public c10::GeneratorImpl {
  public:
   explicit TpuGenerator(c10::DeviceIndex device);
@@ -30,18 +31,24 @@ class TpuGenerator final : public c10::GeneratorImpl {
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& new_state) override;
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override;
 
-  // The counter before the draw; the next draw starts at least `increment` counters later. Needs mutex_.
+  // The counter before the draw; the next draw starts at least `increment` counters later.
   std::pair<uint64_t, uint64_t> advance(uint64_t increment);
 
  private:
-  struct State : c10::intrusive_ptr_target {
+  struct Counter {
     uint64_t seed = c10::default_rng_seed_val;  // the key of every draw
     uint64_t offset = 0;                        // the first counter that no op has drawn from; a multiple of 4
   };
+  struct State : c10::intrusive_ptr_target {
+    Counter counter;
+  };
 
   TpuGenerator* clone_impl() const override;
+  Counter counter() const;
+  void set_counter(Counter counter);
+  c10::intrusive_ptr<State> state() const;
 
-  c10::intrusive_ptr<State> state_;  // guarded by mutex_; shared by generators tied by graphsafe_set_state
+  c10::intrusive_ptr<State> state_;  // shared by generators tied by graphsafe_set_state; random_lock guards it and it
 };
 
 // The number of devices; set once at import, before the first tensor.

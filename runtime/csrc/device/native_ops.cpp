@@ -94,6 +94,12 @@ bool covers_storage(const Tensor& t) {
          t.numel() * static_cast<int64_t>(t.element_size()) == static_cast<int64_t>(s->nbytes());
 }
 
+// A copy now: nobody can tell it from PyTorch's, which waits for the first write.
+Tensor lazy_clone(const Tensor& self) {
+  Tensor flat = flat_view(*storage_of(self)).clone();
+  return at::empty({0}, self.options()).set_(flat.storage(), self.storage_offset(), self.sizes(), self.strides());
+}
+
 constexpr int64_t kFewestBytesToName = 1 << 16;  // a smaller upload is nobody's reason for a full device
 
 // A private contiguous copy of `src` becomes the storage's value; nothing is recorded.
@@ -260,12 +266,14 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
   auto& s = static_cast<TpuStorage&>(storage);
   auto old = static_cast<size_t>(s.nbytes());
   if (old == nbytes) return;
-  if (old == 0 || nbytes == 0 || !s.base) {
+  {
     StateGuard guard(state_lock);
-    s.set_buffer({});
-    s.base.reset();
-    s.set_nbytes(nbytes);
-    return;
+    if (old == 0 || nbytes == 0 || !s.base) {
+      s.set_buffer({});
+      s.base.reset();
+      s.set_size(nbytes);
+      return;
+    }
   }
   // Kept bytes move through the storage's own flat view into a new value.
   Tensor flat = flat_view(s);
@@ -276,7 +284,8 @@ void resize_storage(c10::StorageImpl& storage, size_t nbytes) {
   if (kept < length) grown.zero_();
   grown.narrow(0, 0, kept).copy_(flat.narrow(0, 0, kept));
   move_value(storage_of(grown), &s);
-  s.set_nbytes(nbytes);
+  StateGuard guard(state_lock);
+  s.set_size(nbytes);
 }
 
 void run_unrecorded(const c10::OperatorHandle& op, Stack* stack) {
@@ -326,6 +335,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("copy_", &copy_);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_lazy_clone", &lazy_clone);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("equal", &equal);
   m.impl("resize_", &resize_);

@@ -2,33 +2,23 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
-#include <sched.h>
 #include <torch/csrc/python_headers.h>
 
 #include <algorithm>
 #include <numeric>
 
+#include "device/addresses.h"
 #include "record/recorder.h"
 
 namespace torchtpu {
 
-SpinLock state_lock;
 MemoryStats memory_stats[kMaxDevices];
-
-void SpinLock::lock() noexcept {
-  for (int spins = 0; flag_.test_and_set(std::memory_order_acquire);) {
-    while (flag_.test(std::memory_order_relaxed)) {
-      if (++spins % 256 == 0) sched_yield();
-    }
-  }
-}
 
 // ---- bases
 
 namespace {
 
-struct Bases {
-  std::mutex mutex;
+struct Bases {  // under bases_lock
   std::unordered_map<std::string, c10::weak_intrusive_ptr<Base>> table;
   size_t purge_at = 1024;  // entries; those that nobody holds are dropped then
 };
@@ -44,7 +34,7 @@ Base::Base(std::vector<int64_t> shape, at::ScalarType dtype)
 BaseRef intern_base(std::vector<int64_t> shape, at::ScalarType dtype) {
   std::string key(reinterpret_cast<const char*>(shape.data()), shape.size() * sizeof(int64_t));
   key.push_back(static_cast<char>(dtype));
-  std::lock_guard<std::mutex> guard(bases.mutex);
+  SpinGuard guard(bases_lock);
   auto found = bases.table.find(key);
   if (found != bases.table.end()) {
     if (BaseRef base = found->second.lock()) return base;
@@ -60,7 +50,7 @@ BaseRef intern_base(std::vector<int64_t> shape, at::ScalarType dtype) {
 }
 
 int64_t num_bases() {
-  std::lock_guard<std::mutex> guard(bases.mutex);
+  SpinGuard guard(bases_lock);
   return static_cast<int64_t>(bases.table.size());
 }
 
@@ -91,21 +81,20 @@ BaseRef flat_base(int64_t nbytes, at::ScalarType dtype) {
 
 // ---- Python references
 
-SpinLock decref_lock;
 namespace {
 std::vector<PyObject*>* dead_objects = new std::vector<PyObject*>();
 }  // namespace
 
 void defer_decref(PyObject* object) {
   if (!object) return;
-  std::lock_guard<SpinLock> guard(decref_lock);
+  SpinGuard guard(decref_lock);
   dead_objects->push_back(object);
 }
 
 void drain_decrefs() {
   std::vector<PyObject*> dead;
   {
-    std::lock_guard<SpinLock> guard(decref_lock);
+    SpinGuard guard(decref_lock);
     dead.swap(*dead_objects);
   }
   for (PyObject* object : dead) Py_DECREF(object);
@@ -135,17 +124,37 @@ void Buffer::take_back_memory() {
 }
 
 Buffer::~Buffer() {
+  state_lock.assert_free();
   give_up_memory();
   memory_stats[device].buffers--;
   for (PyObject* held : {object, guard, error}) defer_decref(held);
+}
+
+bool has_dead_buffers = false;
+namespace {
+std::vector<BufferRef>* dead_buffers = new std::vector<BufferRef>();  // under state_lock
+}  // namespace
+
+void bury(BufferRef buffer) {
+  state_lock.assert_held();
+  if (!buffer) return;
+  dead_buffers->push_back(std::move(buffer));
+  has_dead_buffers = true;
+}
+
+void unlock_and_destroy() {
+  std::vector<BufferRef> dead;
+  dead.swap(*dead_buffers);
+  has_dead_buffers = false;
+  state_lock.unlock();
 }
 
 // ---- storages
 
 namespace {
 
-// Hands out no memory: an address is a slot number that no pointer may follow (non-canonical, so a read faults).
-struct SlotAllocator final : c10::Allocator {
+// Hands out no memory.
+struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t) override {
     TORCH_CHECK(false, "tpu memory belongs to its runtime: allocate a tensor or a torch.UntypedStorage instead");
   }
@@ -156,25 +165,14 @@ struct SlotAllocator final : c10::Allocator {
     TORCH_CHECK(false, "tpu memory cannot be copied by address");
   }
 };
-SlotAllocator* slot_allocator = new SlotAllocator();
-
-// Slot 0 stays unused so that no address is null.  Guarded by state_lock.
-std::vector<TpuStorage*>* slots = new std::vector<TpuStorage*>(1, nullptr);
-std::vector<uint32_t>* free_slots = new std::vector<uint32_t>();
+DeviceAllocator* tpu_allocator = new DeviceAllocator();
 
 c10::Device device_of(c10::DeviceIndex index) { return {c10::DeviceType::PrivateUse1, index}; }
 
-void take_slot(TpuStorage* s) {
-  if (free_slots->empty()) {
-    s->slot = static_cast<uint32_t>(slots->size());
-    slots->push_back(s);
-  } else {
-    s->slot = free_slots->back();
-    free_slots->pop_back();
-    (*slots)[s->slot] = s;
-  }
-  auto* address = reinterpret_cast<void*>(static_cast<uint64_t>(s->slot) << kSlotBits);
-  s->set_data_ptr_noswap(c10::DataPtr(address, device_of(s->device_index)));
+// Under state_lock.
+void place(TpuStorage* s, size_t nbytes) {
+  s->address = take_address(s, nbytes);
+  s->set_data_ptr_noswap(c10::DataPtr(reinterpret_cast<void*>(s->address), device_of(s->device_index)));
 }
 
 c10::intrusive_ptr<c10::StorageImpl> make_storage_impl(c10::StorageImpl::use_byte_size_t, c10::SymInt nbytes,
@@ -182,12 +180,12 @@ c10::intrusive_ptr<c10::StorageImpl> make_storage_impl(c10::StorageImpl::use_byt
   auto index = data.get() || data.device().has_index() ? data.device().index() : current_device();
   auto s = c10::make_intrusive<TpuStorage>(nbytes.expect_int(), index < 0 ? current_device() : index);
   StateGuard guard(state_lock);
-  take_slot(s.get());
+  place(s.get(), s->nbytes());
   return s;
 }
 
 [[maybe_unused]] const bool registered = [] {
-  c10::SetAllocator(c10::DeviceType::PrivateUse1, slot_allocator);
+  c10::SetAllocator(c10::DeviceType::PrivateUse1, tpu_allocator);
   c10::SetStorageImplCreate(c10::DeviceType::PrivateUse1, &make_storage_impl);
   return true;
 }();
@@ -195,7 +193,7 @@ c10::intrusive_ptr<c10::StorageImpl> make_storage_impl(c10::StorageImpl::use_byt
 }  // namespace
 
 TpuStorage::TpuStorage(size_t nbytes, c10::DeviceIndex device)
-    : c10::StorageImpl(use_byte_size_t(), nbytes, c10::DataPtr(nullptr, device_of(device)), slot_allocator, true),
+    : c10::StorageImpl(use_byte_size_t(), nbytes, c10::DataPtr(nullptr, device_of(device)), tpu_allocator, true),
       device_index(device) {}
 
 TpuStorage::~TpuStorage() { drop(); }
@@ -211,26 +209,29 @@ void TpuStorage::drop() {
   forget_value(this);
   if (buffer) buffer->holders--;
   dead = std::move(buffer);
-  if (slot) {
-    (*slots)[slot] = nullptr;
-    free_slots->push_back(slot);
-    slot = 0;
-  }
+  give_back_address(std::exchange(address, 0));
 }
 
 void TpuStorage::set_buffer(BufferRef b) {
   forget_value(this);
   if (b) b->holders++;
   if (buffer) buffer->holders--;
-  buffer = std::move(b);
+  bury(std::exchange(buffer, std::move(b)));
+}
+
+void TpuStorage::set_size(size_t nbytes) {
+  set_nbytes(nbytes);
+  if (has_room_for(address, nbytes)) return;
+  give_back_address(address);
+  place(this, nbytes);
 }
 
 std::vector<BufferRef> live_buffers(c10::DeviceIndex device) {
   std::vector<BufferRef> found;
   {
     StateGuard guard(state_lock);
-    for (const TpuStorage* s : *slots) {
-      if (s && s->buffer && s->device_index == device) found.push_back(s->buffer);
+    for (const TpuStorage* s : storages_with_address()) {
+      if (s->buffer && s->device_index == device) found.push_back(s->buffer);
     }
   }
   std::sort(found.begin(), found.end());
@@ -239,8 +240,8 @@ std::vector<BufferRef> live_buffers(c10::DeviceIndex device) {
 }
 
 void restore_storages(const PyObject* error) {
-  for (TpuStorage* s : *slots) {
-    if (!s || !s->buffer || s->buffer->state.load(std::memory_order_acquire) != BufferState::kError) continue;
+  for (TpuStorage* s : storages_with_address()) {
+    if (!s->buffer || s->buffer->state.load(std::memory_order_acquire) != BufferState::kError) continue;
     BufferRef restored = s->buffer->error == error ? s->buffer->restored : BufferRef();
     // One of another size was given to the storage by an out= call; views that came since would not fit the old bytes.
     if (!restored || restored->base->nbytes != static_cast<int64_t>(s->nbytes())) continue;
@@ -250,9 +251,9 @@ void restore_storages(const PyObject* error) {
   }
 }
 
-c10::Allocator* device_allocator() { return slot_allocator; }
+c10::Allocator* device_allocator() { return tpu_allocator; }
 bool is_foreign(const c10::StorageImpl* storage) {
-  return const_cast<c10::StorageImpl*>(storage)->allocator() != slot_allocator;
+  return const_cast<c10::StorageImpl*>(storage)->allocator() != tpu_allocator;
 }
 
 bool is_tpu(const at::Tensor& t) {
@@ -267,15 +268,20 @@ TpuStorage* storage_of(const at::Tensor& t) {
   c10::intrusive_ptr<TpuStorage> own;
   {
     StateGuard guard(state_lock);
-    uint64_t slot = reinterpret_cast<uint64_t>(s->data()) >> kSlotBits;
-    if (slot > 0 && slot < slots->size() && (*slots)[slot]) {
-      own = c10::intrusive_ptr<TpuStorage>::unsafe_reclaim_from_nonowning((*slots)[slot]);
-    }
+    TpuStorage* found = find_storage(reinterpret_cast<uint64_t>(s->data()));
+    auto* alive = found ? c10::raw::weak_intrusive_ptr::lock(found) : nullptr;  // it may be dying
+    if (alive) own = c10::intrusive_ptr<TpuStorage>::reclaim(static_cast<TpuStorage*>(alive));
   }
   TORCH_CHECK(own, "tpu: a tensor over a storage that this backend did not create");
   auto* result = own.get();
   impl->set_storage_keep_dtype(c10::Storage(std::move(own)));
   return result;
+}
+
+TpuStorage* own_storage_of(const at::Tensor& t) {
+  auto* s = t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  TORCH_INTERNAL_ASSERT(s && !is_foreign(s));
+  return static_cast<TpuStorage*>(s);
 }
 
 void ensure_base(TpuStorage* s, const c10::TensorImpl* t) {
@@ -292,10 +298,10 @@ at::Tensor build_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, caffe2::
   auto s = c10::make_intrusive<TpuStorage>(base->nbytes, device);
   s->base = std::move(base);
   if (locked) {
-    take_slot(s.get());
+    place(s.get(), s->nbytes());
   } else {
     StateGuard guard(state_lock);
-    take_slot(s.get());
+    place(s.get(), s->nbytes());
   }
   at::Tensor t = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(s)),
                                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);

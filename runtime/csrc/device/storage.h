@@ -6,28 +6,16 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "device/locks.h"
 
 struct _object;
 using PyObject = _object;
 
 namespace torchtpu {
-
-// Guards every recorder, the value fields of every storage and the address slots.  Nothing that takes the GIL, waits or
-// calls into torch's dispatcher runs under it.
-class SpinLock {
- public:
-  void lock() noexcept;
-  void unlock() noexcept { flag_.clear(std::memory_order_release); }
-
- private:
-  std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
-};
-extern SpinLock state_lock;
-using StateGuard = std::lock_guard<SpinLock>;
 
 // The contiguous n-d array that holds one version of a storage, in memory order.  Interned: equal bases are one
 // pointer while anybody holds it.
@@ -84,6 +72,8 @@ struct Buffer : c10::intrusive_ptr_target {
   double made_at = 0;  // seconds of the steady clock
 };
 using BufferRef = c10::intrusive_ptr<Buffer>;
+// Lets go of a buffer under state_lock: it is destroyed once the lock is free, for a host tensor may take the GIL then.
+void bury(BufferRef buffer);
 
 struct Recorder;
 constexpr int32_t kNoValue = INT32_MIN;
@@ -95,20 +85,20 @@ struct TpuStorage final : c10::StorageImpl {
   void release_resources() override;
 
   void set_buffer(BufferRef b);  // under state_lock
+  void set_size(size_t nbytes);  // under state_lock; the address changes where the bytes outgrow it
 
   BaseRef base;  // null until the first tensor gives the bytes a shape; under state_lock
   BufferRef buffer;
   Recorder* recorder = nullptr;  // whose region `epoch` is
   uint64_t epoch = 0;            // the region for which `value` holds; epochs are never reused
   int32_t value = kNoValue;      // >= 0: made in that region; < 0: its input ~value
-  uint32_t slot = 0;             // data_ptr() is slot << kSlotBits
+  uint64_t address = 0;          // data_ptr(); 0 where it has none
   bool is_shared = false;        // read by more than one recorder
   c10::DeviceIndex device_index;
 
  private:
   void drop();
 };
-constexpr int kSlotBits = 36;
 
 c10::Allocator* device_allocator();
 bool is_foreign(const c10::StorageImpl* storage);
@@ -119,8 +109,10 @@ inline bool is_lazy(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->key_set().has_any(marks);
 }
 // The storage of a tpu tensor.  Legacy unpickling wraps our address in a plain StorageImpl: the address finds the real
-// one, and the tensor is moved onto it.  Throws for a storage this backend did not make.
+// one, and the tensor is moved onto it.  Throws for a storage this backend did not make.  Takes state_lock for that.
 TpuStorage* storage_of(const at::Tensor& t);
+// The same for a tensor that has been asked for its storage before; with or without state_lock.
+TpuStorage* own_storage_of(const at::Tensor& t);
 // Gives a storage born as bytes a base, now that `t` shows a geometry.  Under state_lock.
 void ensure_base(TpuStorage* storage, const c10::TensorImpl* t);
 
@@ -135,7 +127,6 @@ void restore_storages(const PyObject* error);
 // The buffers of a device's storages, each once.
 std::vector<BufferRef> live_buffers(c10::DeviceIndex device);
 
-extern SpinLock decref_lock;  // guards the objects to release; taken after any other lock
 // Releases a Python object without taking the GIL; drained by the next thread that holds it.
 void defer_decref(PyObject* object);
 void drain_decrefs();

@@ -27,7 +27,10 @@ int64_t record_marker(c10::DeviceIndex device) {
   cut(recorder_for(device), "event");
   auto work = std::make_shared<Work>();
   work->device = device;
-  enqueue(work);
+  {
+    StateGuard guard(state_lock);
+    enqueue(work);
+  }
   wake_launcher();
   std::lock_guard<std::mutex> lock(markers->mutex);
   markers->works[markers->next] = work;

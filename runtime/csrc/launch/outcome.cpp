@@ -4,7 +4,9 @@
 #include <atomic>
 
 #include "bind/bridge.h"
+#include "device/gil.h"
 #include "launch/queue.h"
+#include "launch/signals.h"
 
 namespace torchtpu {
 
@@ -64,7 +66,7 @@ void end_transactions(PyObject* error) {
     }
     if (r != &recorder_for(r->device)) continue;
     if (last) wait_done(last);
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     StateGuard guard(state_lock);
     if (r->transaction->error == error) drop_region(*r, error);
   }
@@ -147,6 +149,7 @@ void raise_failure(PyObject* error) {
 }
 
 void raise_unseen_error() {
+  SignalsDeferred deferred;
   PyObject* error = unseen_error.exchange(nullptr);
   if (!error) return;
   try {

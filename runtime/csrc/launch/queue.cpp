@@ -6,10 +6,16 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <thread>
 
 #include "bind/bridge.h"
+#include "device/gil.h"
 #include "launch/handover.h"
+#include "launch/signals.h"
 
 namespace torchtpu {
 
@@ -35,7 +41,10 @@ struct Queue {
   uint64_t next_sequence = 0, next_done = 0;
   bool is_stopping = false;
   std::thread::id stopper;  // the thread that stops
-  std::vector<std::thread> threads;
+  bool has_started = false;
+  int num_running = 0;                 // of launcher and planner
+  std::vector<unsigned long> threads;  // these, as Python names them
+  std::vector<std::thread> handles;
 
   // Held while the front of `works` is launched: launches happen in one order, in whichever thread is there first.
   // Never waited for with the GIL or `mutex` held.
@@ -43,40 +52,76 @@ struct Queue {
 };
 Queue* queue = new Queue();
 
+// What has been cut and planned since the queue looked last; under state_lock.
+struct Arrivals {
+  std::vector<WorkRef> works;  // in the order of their cuts
+  std::vector<std::shared_ptr<Plan>> plans;
+};
+Arrivals* arrivals = new Arrivals();
+
+// Holds queue->mutex; what has arrived is in the queue.
+class QueueLock {
+ public:
+  QueueLock() {
+    assert_no_spin_lock();
+    lock_.lock();
+    if (!has_arrivals.load(std::memory_order_relaxed)) return;
+    Arrivals arrived;
+    {
+      StateGuard guard(state_lock);
+      std::swap(arrived, *arrivals);
+      has_arrivals.store(false, std::memory_order_relaxed);
+    }
+    for (auto& work : arrived.works) {
+      work->sequence = queue->next_sequence++;
+      queue->works.push_back(std::move(work));
+    }
+    if (arrived.plans.empty()) return;
+    std::move(arrived.plans.begin(), arrived.plans.end(), std::back_inserter(queue->plans));
+    queue->to_plan.notify_one();
+  }
+  operator std::unique_lock<std::mutex>&() { return lock_; }
+
+ private:
+  std::unique_lock<std::mutex> lock_{queue->mutex, std::defer_lock};
+};
+
 std::atomic<int> num_asleep{0};
 
 // How long a cut region waits for company before it is launched; one that somebody waits for does not.  Each time that
 // the launcher takes the GIL costs the recording thread what some twenty ops cost.
 constexpr auto kLaunchDelay = std::chrono::milliseconds(1);
-// A launch may run the program, and Ctrl-C waits for it.  One that is no longer than waits between two looks for Ctrl-C
-// may as well be done by the reading thread.
-constexpr double kQuickSeconds = 0.05;
+// A launch may run the program, and signal handlers wait for one in the main thread.
+constexpr double kQuickSeconds = 0.01;
 constexpr auto kLookEvery = std::chrono::milliseconds(100);
 constexpr double kFirstLogSeconds = 3, kLogEverySeconds = 10;
 
-// Waits for `ready` under queue->mutex, GIL released, Ctrl-C checked; a long wait logs what `describe` says.
+enum class OnSignal { kRaise, kReturn };
+
+// Waits for `ready` under queue->mutex, GIL released, or for a signal, whose handler may raise; a long wait logs what
+// `describe` says.
 template <class Ready, class Describe>
-void wait_until(Ready&& ready, Describe&& describe) {
+void wait_until(Ready&& ready, Describe&& describe, OnSignal on_signal = OnSignal::kRaise) {
   auto start = Clock::now();
   double next_log = kFirstLogSeconds;
   for (;;) {
     auto step = [&] {
-      std::unique_lock<std::mutex> lock(queue->mutex);
+      QueueLock lock;
       return queue->changed.wait_for(lock, kLookEvery, ready);
     };
     bool has_gil = Py_IsInitialized() && PyGILState_Check();
     bool done;
     if (has_gil) {
-      py::gil_scoped_release release;
+      ReleaseGil release;
       done = step();
       check_running();
     } else {
       done = step();
       check_running();
     }
-    if (done) return;
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw_python_error();
+    if (done || (on_signal == OnSignal::kReturn && has_deferred_signal())) return;
+    AcquireGil gil;
+    if (on_signal == OnSignal::kRaise && PyErr_CheckSignals() != 0) throw_python_error();
     double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (waited < next_log) continue;
     next_log += kLogEverySeconds;
@@ -93,14 +138,14 @@ std::string describe_work(const Work& work) {
 
 // What the queue stands at.
 std::string describe_front() {
-  std::lock_guard<std::mutex> lock(queue->mutex);
+  QueueLock lock;
   return queue->works.empty() ? "the device to finish" : describe_work(*queue->works.front());
 }
 
 // The queued region that makes this value.
 std::string describe_maker(const BufferRef& buffer) {
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     for (const auto& work : queue->works) {
       for (const auto& output : work->outputs) {
         if (output == buffer) return describe_work(*work);
@@ -113,10 +158,24 @@ std::string describe_maker(const BufferRef& buffer) {
 void launch_loop();
 void plan_loop();
 
+// Under queue->mutex.
 void start_threads() {
-  if (!queue->threads.empty() || queue->is_stopping) return;
-  queue->threads.emplace_back(launch_loop);
-  queue->threads.emplace_back(plan_loop);
+  if (queue->has_started || queue->is_stopping) return;
+  queue->has_started = true;
+  for (auto* loop : {&launch_loop, &plan_loop}) {
+    queue->num_running++;
+    queue->handles.emplace_back([loop] {
+      {
+        QueueLock lock;
+        queue->threads.push_back(PyThread_get_thread_ident());
+      }
+      loop();
+      QueueLock lock;
+      queue->num_running--;
+      std::erase(queue->threads, PyThread_get_thread_ident());
+      queue->changed.notify_all();
+    });
+  }
 }
 
 bool is_launchable(const Work& work) { return !work.plan || work.plan->state != Plan::kNew; }
@@ -124,7 +183,7 @@ bool is_launchable(const Work& work) { return !work.plan || work.plan->state != 
 void finish(Work& work) {
   for (auto& input : work.inputs) input.reset();
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     work.is_done = true;
     queue->next_done = work.sequence + 1;
   }
@@ -140,7 +199,7 @@ void await_readers(const Work& work) {
     return false;
   };
   if (!is_read()) return;
-  py::gil_scoped_release release;
+  ReleaseGil release;
   while (is_read()) std::this_thread::yield();
 }
 
@@ -156,7 +215,7 @@ void run(Work& work, const WorkRef& ref) {
 void launch_work(const WorkRef& work) {
   double started;
   {
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     if (work->plan) await_readers(*work);
     drain_decrefs();
     started = seconds_now();
@@ -171,27 +230,39 @@ void launch_work(const WorkRef& work) {
   finish(*work);
 }
 
-// Launches the front where that is possible now, and quick if it must be; the caller holds queue->order.
-bool launch_front(bool must_be_quick) {
-  WorkRef work;
+// What may be launched now; null where nothing may.  The caller holds queue->order, so that it stays the front.
+WorkRef launchable_front() {
+  QueueLock lock;
+  if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return nullptr;
+  return queue->works.front();
+}
+
+void launch_front(const WorkRef& work) {
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
-    if (queue->is_stopping || queue->works.empty() || !is_launchable(*queue->works.front())) return false;
-    work = queue->works.front();
-    if (must_be_quick && !(work->plan && work->plan->is_quick)) return false;
+    QueueLock lock;
     queue->works.pop_front();
   }
   launch_work(work);
+}
+
+// Launches the front in a thread that reads, where that is quick; the caller holds queue->order.
+bool launch_quick_front() {
+  WorkRef work = launchable_front();
+  if (!work || !work->plan || !work->plan->is_quick) return false;
+  AcquireGil gil;
+  SignalsDeferred deferred;
+  if (is_main_thread() && work->plan->state == Plan::kReady && !is_prompt(work)) return false;
+  launch_front(work);
   return true;
 }
 
 void launch_loop() {
-  py::gil_scoped_acquire thread_state;  // kept for the thread's life: acquiring again is then cheap
-  py::gil_scoped_release idle;
+  AcquireGil thread_state;  // kept for the thread's life: acquiring again is then cheap
+  ReleaseGil idle;
   for (;;) {
     bool is_urgent;
     {
-      std::unique_lock<std::mutex> lock(queue->mutex);
+      QueueLock lock;
       queue->to_launch.wait(lock, [] {
         bool can_launch = !queue->works.empty() && is_launchable(*queue->works.front());
         queue->is_idle = !can_launch;
@@ -203,26 +274,25 @@ void launch_loop() {
     }
     std::lock_guard<std::mutex> order(queue->order);
     if (!is_urgent) await_gil();
-    py::gil_scoped_acquire gil;  // once for all that wait
+    AcquireGil gil;  // once for all that wait
     took_gil();
-    while (launch_front(/*must_be_quick=*/false)) {
-    }
+    while (WorkRef work = launchable_front()) launch_front(work);
   }
 }
 
 void plan_loop() {
-  py::gil_scoped_acquire thread_state;
-  py::gil_scoped_release idle;
+  AcquireGil thread_state;
+  ReleaseGil idle;
   for (;;) {
     std::shared_ptr<Plan> next;
     {
-      std::unique_lock<std::mutex> lock(queue->mutex);
+      QueueLock lock;
       queue->to_plan.wait(lock, [] { return queue->is_stopping || !queue->plans.empty(); });
       if (queue->is_stopping) return;
       next = queue->plans.front();
       queue->plans.pop_front();
     }
-    py::gil_scoped_acquire gil;
+    AcquireGil gil;
     plan(next);
   }
 }
@@ -231,20 +301,17 @@ void plan_loop() {
 [[maybe_unused]] const bool fork_handlers = [] {
   pthread_atfork(
       [] {
-        state_lock.lock();
         queue->mutex.lock();
-        decref_lock.lock();
+        lock_all_spin_locks();
       },
       [] {
-        decref_lock.unlock();
+        unlock_all_spin_locks();
         queue->mutex.unlock();
-        state_lock.unlock();
       },
       [] {
         process = Process::kForked;
-        decref_lock.unlock();
+        unlock_all_spin_locks();
         queue->mutex.unlock();
-        state_lock.unlock();
       });
   return true;
 }();
@@ -253,13 +320,14 @@ void plan_loop() {
 
 std::atomic<Process> process{Process::kRuns};
 std::atomic<int> num_reading{0};
+std::atomic<bool> has_arrivals{false};
 
 void refuse_or_sleep() {
   TORCH_CHECK(process != Process::kForked,
               "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
               "'spawn' start method");
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     if (queue->stopper == std::this_thread::get_id()) return;
   }
   if (PyGILState_Check()) PyEval_SaveThread();
@@ -273,25 +341,23 @@ Plan::~Plan() {
 }
 
 void enqueue_plan(std::shared_ptr<Plan> plan) {
-  {
-    std::lock_guard<std::mutex> lock(queue->mutex);
-    queue->plans.push_back(std::move(plan));
-  }
-  queue->to_plan.notify_one();
+  state_lock.assert_held();
+  arrivals->plans.push_back(std::move(plan));
+  has_arrivals.store(true, std::memory_order_relaxed);
 }
 
 void enqueue(WorkRef work) {
+  state_lock.assert_held();
   work->cut_at = seconds_now();
-  std::lock_guard<std::mutex> lock(queue->mutex);
-  work->sequence = queue->next_sequence++;
-  queue->works.push_back(std::move(work));
+  arrivals->works.push_back(std::move(work));
+  has_arrivals.store(true, std::memory_order_relaxed);
 }
 
 void wake_launcher() {
   check_running();
   bool is_idle;
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     start_threads();
     is_idle = std::exchange(queue->is_idle, false);
   }
@@ -301,7 +367,7 @@ void wake_launcher() {
 void hurry_launcher() {
   check_running();
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     start_threads();
     queue->is_urgent = true;
   }
@@ -310,19 +376,29 @@ void hurry_launcher() {
 }
 
 int64_t queue_length() {
-  std::lock_guard<std::mutex> lock(queue->mutex);
+  QueueLock lock;
   return static_cast<int64_t>(queue->next_sequence - queue->next_done);
 }
 
+// Raises nothing: the op that waits here is recorded already, perhaps as one of many that the user called as one.  A
+// signal ends the wait instead.
 void throttle() {
   if (queue_length() <= limits.max_in_flight) return;
   hurry_launcher();
+  SignalsDeferred deferred(SignalsDeferred::Before::kWait);
+  if (is_main_thread()) {
+    AcquireGil gil;
+    if (PyOS_InterruptOccurred()) {
+      PyErr_SetInterruptEx(SIGINT);
+      return;
+    }
+  }
   wait_until(
       [] {
         return queue->is_stopping ||
                static_cast<int64_t>(queue->next_sequence - queue->next_done) <= limits.max_in_flight;
       },
-      [] { return describe_front(); });
+      [] { return describe_front(); }, OnSignal::kReturn);
 }
 
 void wait_ready(const BufferRef& buffer) {
@@ -330,11 +406,11 @@ void wait_ready(const BufferRef& buffer) {
   if (!is_pending()) return;
   auto launch_here = [&] {
     std::unique_lock<std::mutex> order(queue->order, std::try_to_lock);
-    while (order.owns_lock() && is_pending() && launch_front(/*must_be_quick=*/true)) {
+    while (order.owns_lock() && is_pending() && launch_quick_front()) {
     }
   };
   if (PyGILState_Check()) {
-    py::gil_scoped_release release;
+    ReleaseGil release;
     launch_here();
   } else {
     launch_here();
@@ -353,7 +429,7 @@ void wait_done(const WorkRef& work) {
 void wait_all() {
   uint64_t last;
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     last = queue->next_sequence;
   }
   if (queue_length() == 0) return;
@@ -366,7 +442,7 @@ void wait_all() {
 namespace {
 void notify() {
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
   }
   queue->to_launch.notify_one();
   queue->changed.notify_all();
@@ -393,34 +469,79 @@ void plan_failed(Plan& plan, PyObject* error) {
 
 namespace {
 
-constexpr auto kIdlePatience = std::chrono::milliseconds(200), kReadingPatience = std::chrono::milliseconds(5000);
+// What is being launched or lowered gets half of the time to end before its Python code is told to.
+constexpr double kOfItself = 0.5;
+constexpr auto kIdlePatience = std::chrono::milliseconds(200);
 
-// Other threads get the time to come to the recorder, where they sleep: one that is still inside a binding when the
-// interpreter ends would abort the process as it takes the GIL.
-void await_sleep(int others) {
-  auto start = Clock::now();
-  while (num_asleep < others && Clock::now() - start < (num_reading > 0 ? kReadingPatience : kIdlePatience)) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+std::terminate_handler terminate_before = nullptr;
+
+// Once the interpreter ends, it ends each thread that asks for the GIL by unwinding its stack, which no C++ destructor
+// there survives: a thread that comes back from XLA would abort the process.  It sleeps instead.
+[[noreturn]] void sleep_where_ended() {
+  if (!is_main_thread() && !std::current_exception()) {
+    for (;;) pause();
   }
+  if (terminate_before) terminate_before();
+  std::abort();
+}
+
+bool await_threads(Clock::time_point deadline) {
+  std::unique_lock<std::mutex> lock(queue->mutex);
+  return queue->changed.wait_until(lock, deadline, [] { return queue->num_running == 0; });
+}
+
+// Other threads get the time to come to the recorder, where they sleep.
+void await_sleep(int others, Clock::time_point deadline) {
+  if (num_reading == 0) deadline = std::min(deadline, Clock::now() + kIdlePatience);
+  while (num_asleep < others && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 }  // namespace
 
-void shutdown() {
+bool shutdown(double seconds) {
+  auto after = [&](double part) {
+    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(part * seconds));
+  };
+  auto half = after(kOfItself), deadline = after(1);
   {
-    std::lock_guard<std::mutex> lock(queue->mutex);
+    QueueLock lock;
     queue->is_stopping = true;
     queue->stopper = std::this_thread::get_id();
   }
   int others = num_threads - (has_recorded() ? 1 : 0);
   process = Process::kEnds;
+  terminate_before = std::set_terminate(&sleep_where_ended);
   queue->to_launch.notify_one();
   queue->to_plan.notify_one();
   queue->changed.notify_all();
-  py::gil_scoped_release release;
-  for (auto& thread : queue->threads) thread.join();
-  queue->threads.clear();
-  await_sleep(others);
+  bool have_ended;
+  {
+    ReleaseGil release;
+    have_ended = await_threads(half);
+  }
+  if (!have_ended) {
+    std::vector<unsigned long> threads;
+    {
+      QueueLock lock;
+      threads = queue->threads;
+    }
+    for (unsigned long thread : threads) PyThreadState_SetAsyncExc(thread, PyExc_SystemExit);
+  }
+  ReleaseGil release;
+  have_ended = await_threads(deadline);
+  for (auto& thread : queue->handles) have_ended ? thread.join() : thread.detach();
+  queue->handles.clear();
+  await_sleep(others, deadline);
+  return have_ended;
+}
+
+void exit_without_destructors() {
+  on_exit(
+      [](int status, void*) {
+        fflush(nullptr);
+        _exit(status);
+      },
+      nullptr);
 }
 
 }  // namespace torchtpu

@@ -14,19 +14,19 @@ namespace torchtpu {
 // One program: a path of the trie with its live set and donation mask.
 struct Plan {
   enum State : uint8_t { kNew, kReady, kFailed };
-  std::shared_ptr<Trie> trie;  // keeps the path alive
-  const Node* node = nullptr;
+  explicit Plan(const Recorder& r) : node(r.trie, r.at), device(r.device), entry(r.entry) {}
+  const HeldNode node;  // where the path ends
   std::vector<BaseRef> inputs;
   std::vector<int32_t> outputs;  // values, ascending
   std::vector<BaseRef> output_bases;
   std::vector<Maker> output_makers;
   std::vector<uint8_t> donated;  // by input
   int64_t output_bytes = 0;
-  c10::DeviceIndex device = 0;
-  std::shared_ptr<Plan> before;      // until it is planned: one of the same ops, whose sizes it may have outgrown
-  std::string line;                  // where its first region ended
-  std::string nearest;               // under policy frozen: the known region that has most in common
-  std::shared_ptr<CodePlace> entry;  // where that began
+  const c10::DeviceIndex device;
+  std::shared_ptr<Plan> before;            // until it is planned: one of the same ops, whose sizes it may have outgrown
+  std::string line;                        // where its first region ended
+  std::string nearest;                     // under policy frozen: the known region that has most in common
+  const std::shared_ptr<CodePlace> entry;  // where that began
   std::atomic<State> state{kNew};
   std::atomic<bool> is_quick{false};  // its last launch took so little time that a reading thread may do the next
   PyObject* executable = nullptr;     // written before state becomes kReady
@@ -71,12 +71,14 @@ at::Tensor pack(const std::vector<T>& numbers) {
   memcpy(t.data_ptr(), numbers.data(), numbers.size() * sizeof(T));
   return t;
 }
+// Under state_lock: what comes reaches the queue with the next wake_launcher or wait, in any thread.
 void enqueue_plan(std::shared_ptr<Plan> plan);
-void enqueue(WorkRef work);  // no waking: see wake_launcher
-void wake_launcher();        // soon
-void hurry_launcher();       // at once
-double seconds_now();        // of the steady clock, which is Python's time.perf_counter()
-// Waits, GIL released and Ctrl-C working, until at most limits.max_in_flight regions are queued.
+void enqueue(WorkRef work);
+extern std::atomic<bool> has_arrivals;  // something has come that has not reached the queue
+void wake_launcher();                   // soon
+void hurry_launcher();                  // at once
+double seconds_now();                   // of the steady clock, which is Python's time.perf_counter()
+// Waits, GIL released, until at most limits.max_in_flight regions are queued or a signal comes.  Raises nothing.
 void throttle();
 // Waits until the buffer is ready; launches in this thread where that saves a hand-off.  Raises its error.
 void wait_ready(const BufferRef& buffer);
@@ -111,6 +113,10 @@ std::string describe_run(const Plan& plan, const CodePlace* entry, const std::st
 extern std::atomic<int> num_reading;
 
 void set_engine(PyObject* engine);
-void shutdown();
+// Ends the launcher and the planner; whether they have ended within so many seconds.  The GIL is held.
+bool shutdown(double seconds);
+// For the case that a thread is inside XLA when the process ends: nothing that it uses may be destroyed.  Python ends
+// as ever, with the same status.
+void exit_without_destructors();
 
 }  // namespace torchtpu

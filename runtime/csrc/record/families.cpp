@@ -13,7 +13,7 @@ namespace {
 
 // One recorder per device; shared by a thread and the autograd threads that work for it.
 struct Family : c10::DebugInfoBase {
-  std::array<Recorder*, kMaxDevices> recorders{};
+  std::array<std::atomic<Recorder*>, kMaxDevices> recorders{};  // made under families_mutex
 };
 
 std::mutex families_mutex;
@@ -79,11 +79,16 @@ bool has_recorded() { return own.family != nullptr; }
 Recorder& recorder_for(c10::DeviceIndex device) {
   auto* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO_2);
   auto* family = info ? static_cast<Family*>(info) : &own_family();
-  Recorder*& r = family->recorders[device];
+  std::atomic<Recorder*>& known = family->recorders[device];
+  Recorder* r = known.load(std::memory_order_acquire);
+  if (C10_LIKELY(r != nullptr)) return *r;
+  assert_no_spin_lock();
+  std::lock_guard<std::mutex> guard(families_mutex);
+  r = known;
   if (!r) {
     r = new Recorder(device);
-    std::lock_guard<std::mutex> guard(families_mutex);
     every_recorder->push_back(r);
+    known.store(r, std::memory_order_release);
   }
   return *r;
 }

@@ -21,18 +21,26 @@ void replace_trie(Recorder& r) {
   for (Node* end : r.trie->ends) drop_plans(*r.trie, *end);
   r.trie = std::make_shared<Trie>();
   r.at = &r.trie->root;
+  r.is_open = false;
   r.shadow = nullptr;
 }
 
+// Whether somebody else has a plan of the node, one that the node itself may have given up, or the node.
 bool is_in_use(const Node& node) {
   auto has_users = [](const auto& plan) { return plan.use_count() > 1; };
   if (std::any_of(node.plans.begin(), node.plans.end(), has_users)) return true;
-  return node.reads && std::any_of(node.reads->plans.begin(), node.reads->plans.end(), has_users);
+  if (node.reads && std::any_of(node.reads->plans.begin(), node.reads->plans.end(), has_users)) return true;
+  size_t own = node.plans.size() + (node.reads ? node.reads->plans.size() : 0);
+  return static_cast<size_t>(node.holders.load(std::memory_order_acquire)) > own;
 }
 
 // Deletes a node that nothing needs, and those above it that only led there.
 void prune(Trie& trie, Node* node) {
   while (node->info && node->children.empty() && !node->end) {
+    if (node->holders.load(std::memory_order_acquire) > 0) {  // forgotten once it is let go
+      node->end = trie.ends.insert(trie.ends.end(), node);
+      return;
+    }
     auto stream = trie.streams.find(node->skeleton);
     if (stream != trie.streams.end()) {
       if (stream->second.previous == node) stream->second.previous = nullptr;

@@ -31,7 +31,7 @@ bool covers_storage(const TensorMeta& m, int64_t offset, int64_t storage_nbytes)
 
 void add_write(Node& node, int arg, int element, const at::Tensor& before, const at::Tensor& after,
                int32_t* next_value) {
-  auto* s = storage_of(before);
+  auto* s = own_storage_of(before);
   WriteMeta w{arg,
               element,
               0,
@@ -115,6 +115,7 @@ bool writes_nothing_it_reads(const OpInfo& info, const IValue* args) {
 
 bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* fork, const Inferred& inferred,
             std::string line) {
+  state_lock.assert_held();
   auto node = std::make_unique<Node>();
   if (!make_keys(r, info, args, node->args)) return false;
   lift_keys(info, fork, node->args);

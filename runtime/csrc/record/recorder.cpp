@@ -5,6 +5,7 @@
 #include "bind/bridge.h"
 #include "launch/handover.h"
 #include "launch/queue.h"
+#include "launch/signals.h"
 #include "record/infer.h"
 #include "record/insert.h"
 #include "region/slice.h"
@@ -26,6 +27,7 @@ Recorder::Recorder(c10::DeviceIndex device) : device(device), epoch(new_epoch())
 // ---- values
 
 void forget_value(TpuStorage* s) {
+  state_lock.assert_held();
   if (s->value >= 0 && s->recorder && s->recorder->epoch == s->epoch) s->recorder->live[s->value] = nullptr;
   s->value = kNoValue;
   s->epoch = 0;
@@ -47,7 +49,16 @@ int32_t input_value(Recorder& r, const BufferRef& buffer, bool is_shared) {
   return ~slot;
 }
 
+void drop_inputs(Recorder& r, size_t count) {
+  for (size_t i = count; i < r.inputs.size(); i++) {
+    r.inputs[i]->regions--;
+    bury(std::move(r.inputs[i]));
+  }
+  r.inputs.resize(count);
+}
+
 int32_t value_of_slow(Recorder& r, TpuStorage* s) {
+  state_lock.assert_held();
   if (s->recorder && s->recorder != &r) {
     if (s->value >= 0 && s->recorder->epoch == s->epoch) cut_locked(*s->recorder, "other_thread", "");
     s->is_shared = true;
@@ -94,7 +105,7 @@ void apply_write(Recorder& r, const WriteMeta& w, const at::Tensor& t) {
   auto* s = static_cast<TpuStorage*>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   if (w.is_resized) {
     t.unsafeGetTensorImpl()->set_sizes_and_strides(w.meta.sizes, w.meta.strides, w.offset);
-    s->set_nbytes(static_cast<size_t>(w.meta.base->nbytes));
+    s->set_size(static_cast<size_t>(w.meta.base->nbytes));
   }
   set_value(r, s, w.value);
   s->base = w.meta.base;
@@ -256,15 +267,22 @@ void forget_new_inputs(Recorder& r, const OpInfo& info, const IValue* args, size
       if (e.isTensor()) forget(e.toTensor());
     }
   }
-  for (size_t i = known; i < r.inputs.size(); i++) r.inputs[i]->regions--;
-  r.inputs.resize(known);
+  drop_inputs(r, known);
 }
 
-// Records a call that no node matches yet; false where it cannot be recorded.
+// Records a call that no node matches yet; false where it cannot be recorded.  An error of its own may lead to the CPU,
+// one of a signal handler's may not: they wait.
 bool learn_cleanly(Recorder& r, const OpInfo& info, const IValue* args) {
-  const Node* at = r.at;
-  uint64_t epoch = r.epoch;
-  size_t known = r.inputs.size();
+  SignalsDeferred deferred;
+  const Node* at;
+  uint64_t epoch;
+  size_t known;
+  {
+    StateGuard guard(state_lock);
+    at = r.at;
+    epoch = r.epoch;
+    known = r.inputs.size();
+  }
   auto undo = [&] {
     StateGuard guard(state_lock);
     if (r.epoch == epoch && r.at == at) forget_new_inputs(r, info, args, known);
@@ -279,10 +297,22 @@ bool learn_cleanly(Recorder& r, const OpInfo& info, const IValue* args) {
   return false;
 }
 
-void note_entry(Recorder& r) {
-  auto place = current_place();
+// Does what is due before the next op is recorded; another thread's cut may make more due meanwhile.
+void open_region(Recorder& r) {
+  const char* boundary;
+  bool begins;
+  {
+    StateGuard guard(state_lock);
+    leave_detour(r);
+    boundary = r.boundary;
+    begins = boundary || r.is_empty();
+  }
+  if (boundary) cut(r, boundary);
+  std::shared_ptr<CodePlace> place = begins ? current_place() : nullptr;
   StateGuard guard(state_lock);
+  if (r.is_empty() && !begins) return;
   if (r.is_empty()) r.entry.swap(place);
+  r.is_open = !r.detour && !r.boundary;
 }
 
 }  // namespace
@@ -292,24 +322,26 @@ bool RecordKernel::hit(const IValue* args, Results& results, bool is_retry) cons
   offer_gil();
   c10::DeviceIndex device = find_device(info, args);
   Recorder& r = recorder_for(device);
-  if (C10_UNLIKELY(r.detour != nullptr)) {
-    StateGuard guard(state_lock);
-    leave_detour(r);
-  }
-  if (C10_UNLIKELY(r.boundary != nullptr)) cut(r, r.boundary);
-  if (C10_UNLIKELY(r.is_empty())) note_entry(r);
   const char* due = nullptr;
-  {
-    StateGuard guard(state_lock);
-    size_t known = r.inputs.size();
-    if (C10_UNLIKELY(!try_hit(r, info, args, is_retry, results))) {
-      forget_new_inputs(r, info, args, known);
-      return false;
+  for (bool is_done = false; !is_done;) {
+    {
+      StateGuard guard(state_lock);
+      if (C10_LIKELY(r.is_open)) {
+        size_t known = r.inputs.size();
+        if (C10_UNLIKELY(!try_hit(r, info, args, is_retry, results))) {
+          forget_new_inputs(r, info, args, known);
+          r.is_open = !r.is_empty();  // the next call may be another one, elsewhere
+          return false;
+        }
+        if (r.at->depth >= limits.max_ops) due = "max_ops";
+        if (r.at->bytes >= limits.max_bytes) due = "max_bytes";
+        is_done = true;
+      }
     }
-    if (r.at->depth >= limits.max_ops) due = "max_ops";
-    if (r.at->bytes >= limits.max_bytes) due = "max_bytes";
+    if (C10_UNLIKELY(!is_done)) open_region(r);
   }
   if (C10_UNLIKELY(due != nullptr)) cut_at_cap(r, due);
+  if (C10_UNLIKELY(has_arrivals.load(std::memory_order_relaxed))) wake_launcher();
   if (C10_UNLIKELY(sync_mode)) synchronize(device);
   return true;
 }

@@ -25,11 +25,12 @@ struct Transaction {
   ~Transaction();
 };
 
-// The pending region of one thread family on one device.  All fields are guarded by state_lock.
+// The pending region of one thread family on one device.  All fields but `device` are guarded by state_lock.
 struct Recorder {
   explicit Recorder(c10::DeviceIndex device);
-  c10::DeviceIndex device;
-  uint64_t epoch;  // names the pending region; never reused
+  const c10::DeviceIndex device;
+  bool is_open = false;  // an op may be recorded at once: no boundary or detour is left to take, and `entry` is noted
+  uint64_t epoch;        // names the pending region; never reused
   std::shared_ptr<Trie> trie = std::make_shared<Trie>();
   Node* at;                       // the last op recorded
   Node* shadow = nullptr;         // after a fork over a number: where the old path stands
@@ -54,6 +55,8 @@ int32_t value_of_slow(Recorder& r, TpuStorage* s);
 inline int32_t value_of(Recorder& r, TpuStorage* s) { return s->epoch == r.epoch ? s->value : value_of_slow(r, s); }
 // The same for a buffer; `is_shared` where other recorders may read it too.
 int32_t input_value(Recorder& r, const BufferRef& buffer, bool is_shared);
+// Forgets the inputs above `count`, which belong to calls that came to nothing.
+void drop_inputs(Recorder& r, size_t count);
 // The storage's present value is about to be replaced or dropped.  Under state_lock.
 void forget_value(TpuStorage* s);
 // Moves the present value of `from` to `to`, which takes its base too.
@@ -136,7 +139,7 @@ extern Policy policy;
 bool is_exact();  // by policy, or by torch.use_deterministic_algorithms
 extern std::atomic<bool> sync_mode;
 
-struct Counters {  // under state_lock
+struct Counters {  // guarded by state_lock
   int64_t hits = 0, misses = 0, regions = 0, slices = 0, forgotten = 0;
   std::map<std::string, int64_t> cuts;  // by reason
 };

@@ -197,7 +197,7 @@ Match match_arg(Recorder& r, const ArgInfo& arg, const ArgKey& key, const IValue
 TensorKey make_tensor_key(Recorder& r, const at::Tensor& t) {
   TensorKey key;
   const auto* impl = t.unsafeGetTensorImpl();
-  auto* s = storage_of(t);
+  auto* s = own_storage_of(t);
   ensure_base(s, impl);
   key.value = value_of(r, s);
   key.base = s->base;

@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
+#include <atomic>
 #include <list>
 #include <memory>
 #include <optional>
@@ -150,12 +151,30 @@ struct Node {
   int donation_shrinks = 0;
   Node* trunk = nullptr;                          // the child that the last region took which went on from here
   std::unique_ptr<Reads> reads;                   // null where there were none
+  std::atomic<int> holders{0};                    // what outlives the pending region and names this node: see HeldNode
   std::optional<std::list<Node*>::iterator> end;  // its place in Trie::ends
 };
 inline Reads& reads_of(Node& node) {
   if (!node.reads) node.reads = std::make_unique<Reads>();
   return *node.reads;
 }
+
+struct Trie;
+
+// A node that the trie does not forget, nor the path to it, as long as this lives.  Made under state_lock; a thread
+// without it may read what is set once: op, arguments, results, line, counts and parents.
+class HeldNode {
+ public:
+  HeldNode(std::shared_ptr<Trie> trie, Node* node) : trie_(std::move(trie)), node_(node) { node_->holders++; }
+  HeldNode(const HeldNode&) = delete;
+  ~HeldNode() { node_->holders.fetch_sub(1, std::memory_order_release); }
+  operator const Node*() const { return node_; }
+  const Node* operator->() const { return node_; }
+
+ private:
+  std::shared_ptr<Trie> trie_;
+  Node* node_;
+};
 
 struct Trie {
   struct Stream {

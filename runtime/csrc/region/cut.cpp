@@ -127,13 +127,8 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
   return plan;
 }
 
-// Inputs above `count` belong to calls that came to nothing.
-void drop_inputs(Recorder& r, size_t count) {
-  for (size_t i = count; i < r.inputs.size(); i++) r.inputs[i]->regions--;
-  r.inputs.resize(count);
-}
-
 void start_region(Recorder& r) {
+  r.is_open = false;
   r.at = &r.trie->root;
   r.shadow = nullptr;
   r.boundary = nullptr;
@@ -141,6 +136,7 @@ void start_region(Recorder& r) {
   r.inputs.clear();
   r.floats.clear();
   r.ints.clear();
+  for (auto& [value, slice] : r.slices) bury(std::move(slice));
   r.slices.clear();
   r.detour = nullptr;
   std::fill(r.live.begin(), r.live.end(), nullptr);
@@ -175,25 +171,23 @@ bool is_exact() { return policy.is_exact || at::globalContext().deterministicAlg
 
 std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, std::vector<int32_t> outputs,
                                 std::vector<uint8_t> donated, const std::string& line, std::shared_ptr<Plan> before) {
-  auto plan = std::make_shared<Plan>();
+  state_lock.assert_held();
+  auto plan = std::make_shared<Plan>(r);
   plan->before = std::move(before);
-  plan->trie = r.trie;
-  plan->node = r.at;
   plan->inputs = std::move(inputs);
   plan->output_bases = bases_of(r.at, outputs);
   plan->output_makers = makers_of(r.at, outputs);
   plan->output_bytes = total_bytes(plan->output_bases);
   plan->outputs = std::move(outputs);
   plan->donated = std::move(donated);
-  plan->device = r.device;
   plan->line = line;
-  plan->entry = r.entry;
   if (policy.is_frozen) plan->nearest = describe_nearest(r.at);
   enqueue_plan(plan);
   return plan;
 }
 
 WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vector<KeptValue>* kept) {
+  state_lock.assert_held();
   if (!kept) leave_detour(r);
   if (r.is_empty()) {
     if (!r.inputs.empty()) {
@@ -286,7 +280,14 @@ void drop_region(Recorder& r, PyObject* error) {
 
 WorkRef cut(Recorder& r, const char* reason) {
   check_running();
-  std::string line = r.boundary ? r.boundary_line : current_line();
+  std::string line;
+  bool is_marked;
+  {
+    StateGuard guard(state_lock);
+    is_marked = r.boundary;
+    if (is_marked) line = r.boundary_line;
+  }
+  if (!is_marked) line = current_line();
   WorkRef work;
   {
     StateGuard guard(state_lock);
@@ -308,6 +309,7 @@ void mark_boundary(const char* reason) {
     if (r.at->depth < kFewestOpsToMark) continue;
     r.boundary = reason;
     r.boundary_line = line;
+    r.is_open = false;
   }
 }
 
@@ -331,6 +333,7 @@ void await_owner(const TpuStorage* s) {
 }
 
 ReadValue materialize(TpuStorage* s, const char* reason, bool may_slice) {
+  const Recorder& own = recorder_for(s->device_index);
   bool is_ours;
   auto claim = [&](BufferRef buffer, bool is_slice) -> ReadValue {
     if (buffer) buffer->readers++;
@@ -339,7 +342,7 @@ ReadValue materialize(TpuStorage* s, const char* reason, bool may_slice) {
   {
     StateGuard guard(state_lock);
     if (!is_pending(s)) return claim(s->buffer, false);
-    is_ours = s->recorder == &recorder_for(s->device_index);
+    is_ours = s->recorder == &own;
   }
   if (!is_ours) {
     reason = "other_thread";
@@ -350,7 +353,11 @@ ReadValue materialize(TpuStorage* s, const char* reason, bool may_slice) {
   if (is_pending(s)) {
     BufferRef slice = may_slice ? read_beside(*s->recorder, s->value, is_ours, line) : BufferRef();
     if (slice) return claim(std::move(slice), true);
-    s->recorder->slices.erase(s->value);  // one that could not be computed
+    auto& slices = s->recorder->slices;
+    if (auto failed = slices.find(s->value); failed != slices.end()) {  // it could not be computed
+      bury(std::move(failed->second));
+      slices.erase(failed);
+    }
     cut_locked(*s->recorder, reason, std::move(line));
   }
   return claim(s->buffer, false);

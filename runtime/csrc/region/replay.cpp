@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bind/bridge.h"
+#include "device/gil.h"
 
 namespace torchtpu {
 
@@ -146,7 +147,7 @@ py::tuple Replay::run(py::list inputs) const {
   for (const auto& [slot, value] : constants_) values[slot] = value;
   inputs.attr("clear")();
   {
-    py::gil_scoped_release release;
+    ReleaseGil release;
     at::AutoDispatchBelowADInplaceOrView guard;  // AOTAutograd has traced what autograd does
     Stack stack;
     for (const auto& op : ops_) run_op(op, values, stack);

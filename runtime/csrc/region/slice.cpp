@@ -267,7 +267,10 @@ BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::stri
     buffer = run_pieces(r, fork, path, places, value, line);
   }
   if (!buffer) return {};
-  if (fork != r.at) r.detour = const_cast<Node*>(fork);
+  if (fork != r.at) {
+    r.detour = const_cast<Node*>(fork);
+    r.is_open = false;
+  }
   r.slices[value] = buffer;
   return buffer;
 }
@@ -276,8 +279,7 @@ namespace {
 
 // Forgets the inputs above `count`: storages that have become these inputs are numbered anew when they are used.
 void renumber(Recorder& r, int32_t count) {
-  for (size_t i = count; i < r.inputs.size(); i++) r.inputs[i]->regions--;
-  r.inputs.resize(count);
+  drop_inputs(r, static_cast<size_t>(count));
   r.epoch = new_epoch();
   for (int32_t i = 0; i < count; i++) {
     r.inputs[i]->epoch = r.epoch;
@@ -299,6 +301,7 @@ void leave_detour(Recorder& r) {
   }
   for (auto it = of_detour; it != r.slices.end(); ++it) {
     if (TpuStorage* s = r.live[it->first]) s->set_buffer(it->second);
+    bury(std::move(it->second));
   }
   r.slices.erase(of_detour, r.slices.end());
   note_end(*r.trie, *r.at);

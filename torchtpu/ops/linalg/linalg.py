@@ -310,6 +310,11 @@ def _infer_lstsq(self: torch.Tensor, b: torch.Tensor, rcond: Any = None, driver:
     batch = torch.broadcast_shapes(self.shape[:-2], columns.shape[:-2])
     if self.shape[-2] != columns.shape[-2] or self.dtype != b.dtype:
         raise RuntimeError("torch.linalg.lstsq: input.size(-2) should match other.size(-2)")
+    if self.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        raise RuntimeError("This function doesn't handle types other than float and double")
+    driver = None if driver is None else driver.lower()
+    if driver not in (None, "gels", "gelsy", "gelsd", "gelss"):
+        raise RuntimeError("torch.linalg.lstsq: parameter `driver` should be one of (gels, gelsy, gelsd, gelss)")
     m, n = self.shape[-2:]
     real = torch.empty((), dtype=self.dtype, device="meta").real.dtype
     solution = self.new_empty((*batch, columns.shape[-1], max(m, n)))[..., :n].mT  # LAPACK overwrites b

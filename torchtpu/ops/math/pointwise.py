@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch._prims_common import get_computation_dtype
 
+from torchtpu.ops.math import complex_functions
+from torchtpu.ops.math.complex_functions import is_complex
 from torchtpu.ops.registry import Context, as_dtype, jnp, lax, like, lowering, pointwise
 
-EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1)  # torch computes these without pow
+EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1, -2)  # torch computes these without pow
 
 # ATen name -> jax.numpy name of unary functions that turn integers into floats
 for _name, _function in {
@@ -25,28 +27,29 @@ for _name, _function in {
     "cos": "cos",
     "cosh": "cosh",
     "deg2rad": "deg2rad",
-    "exp": "exp",
     "exp2": "exp2",
     "expm1": "expm1",
-    "log": "log",
     "log10": "log10",
     "log1p": "log1p",
     "log2": "log2",
     "rad2deg": "rad2deg",
-    "reciprocal": "reciprocal",
     "sin": "sin",
     "sinc": "sinc",
     "sinh": "sinh",
-    "sqrt": "sqrt",
     "tan": "tan",
     "tanh": "tanh",
 }.items():
     pointwise(_name, promote="int_to_float")(lambda self, _function=_function: getattr(jnp, _function)(self))
 
+for _name in ("exp", "log", "reciprocal", "sqrt"):
+    pointwise(_name, promote="int_to_float")(
+        lambda self, _name=_name: getattr(complex_functions if is_complex(self) else jnp, _name)(self)
+    )
+
 
 @pointwise("rsqrt", promote="int_to_float")
 def rsqrt(self):
-    return lax.rsqrt(self)
+    return complex_functions.reciprocal(complex_functions.sqrt(self)) if is_complex(self) else lax.rsqrt(self)
 
 
 @pointwise("sigmoid", promote="int_to_float")
@@ -197,7 +200,7 @@ def remainder(self, other):
 @lowering("pow.Tensor_Scalar", structural={"exponent": EXPONENTS}, lifts=True)
 def pow_scalar(self, exponent, ctx):
     x = as_dtype(self, computed(ctx))
-    if isinstance(exponent, (int, float)) and exponent in EXPONENTS:
+    if isinstance(exponent, (int, float, complex)) and exponent in EXPONENTS:
         match exponent:
             case 0:
                 return jnp.ones_like(x)
@@ -208,20 +211,29 @@ def pow_scalar(self, exponent, ctx):
             case 3:
                 return x * x * x
             case 0.5:
-                return jnp.sqrt(x)
+                return complex_functions.sqrt(x) if is_complex(x) else jnp.sqrt(x)
             case -0.5:
-                return lax.rsqrt(x)
+                return complex_functions.reciprocal(complex_functions.sqrt(x)) if is_complex(x) else lax.rsqrt(x)
+            case -1:
+                return complex_functions.reciprocal(x) if is_complex(x) else 1 / x
             case _:
-                return 1 / x
+                return complex_functions.reciprocal(x * x) if is_complex(x) else 1 / (x * x)
     return _power(x, as_dtype(exponent, computed(ctx)))
 
 
-@pointwise("pow.Tensor_Tensor", "pow.Scalar")
+@pointwise("pow.Tensor_Tensor")
 def pow_tensor(self, exponent):
     return _power(self, exponent)
 
 
+@pointwise("pow.Scalar")
+def pow_of_scalar(self, exponent):
+    return jnp.where(self == 1, jnp.ones_like(exponent), _power(self, exponent))
+
+
 def _power(x: Any, exponent: Any) -> Any:
+    if is_complex(x):
+        return complex_functions.power(x, exponent)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.power(x, exponent)
     # An integer to a negative power is 0, but for 1 and -1.
@@ -275,7 +287,14 @@ def xlogy(self, other):
     return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log(other)))
 
 
-@pointwise("heaviside")
+def _infer_heaviside(self: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """PyTorch's shape function is not asked for `heaviside_`, which converts nothing either."""
+    if self.dtype != values.dtype or self.is_complex():
+        raise RuntimeError("heaviside is not yet implemented for complex tensors or tensors with different dtypes.")
+    return torch.heaviside(self, values)
+
+
+@pointwise("heaviside", infer=_infer_heaviside)
 def heaviside(self, values):
     return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
 

@@ -143,12 +143,23 @@ def _position(function: Any, x: Any, dim: int | None, keepdim: bool) -> Any:
 # Moments
 
 
-@lowering("var.correction", structural={"correction": None})
+def _spread(op: Any) -> Any:
+    """The op's own inference, which takes integers as the op itself does not."""
+
+    def infer(self: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+        if not (self.is_floating_point() or self.is_complex()):
+            raise RuntimeError("std and var only support floating point and complex dtypes")
+        return op(self, dim, correction=correction, keepdim=keepdim)
+
+    return infer
+
+
+@lowering("var.correction", structural={"correction": None}, infer=_spread(torch.var))
 def var(x, dim=None, *, correction=None, keepdim=False):
     return _moments(x, dim, correction, keepdim)[0]
 
 
-@lowering("std.correction", structural={"correction": None})
+@lowering("std.correction", structural={"correction": None}, infer=_spread(torch.std))
 def std(x, dim=None, *, correction=None, keepdim=False):
     return jnp.sqrt(_moments(x, dim, correction, keepdim)[0])
 

@@ -126,12 +126,12 @@ def _into_slices(
 
 
 def _infer_index_fill(self: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
-    """As `self`. The value may lie on the host, which PyTorch's shape function refuses."""
+    """As `self`. The value, and an index of no dimensions, may lie on the host, which PyTorch does not expect here."""
     if isinstance(value, torch.Tensor) and value.dim():
         raise RuntimeError(f"index_fill_ only supports a 0-dimensional value tensor, not {value.dim()} dimensions")
     if not self.is_complex() and (isinstance(value, complex) or getattr(value, "dtype", self.dtype).is_complex):
         raise RuntimeError("index_fill_(): Converting complex Scalar to non-complex type is not supported")
-    self.index_fill(dim, index, 0)
+    self.index_fill(dim, index if index.dim() else index.to(self.device), 0)
     return like(self)
 
 
@@ -139,6 +139,6 @@ def _infer_index_fill(self: torch.Tensor, dim: int, index: torch.Tensor, value: 
 def index_fill(x, dim, index, value, *, ctx):
     rows = x.reshape(1) if x.ndim == 0 else x
     dim %= rows.ndim
-    index = wrapped(ctx, index.reshape(-1), rows.shape[dim], out_of_bounds(dim, rows.shape[dim]))
+    index = wrapped(ctx, jnp.asarray(index).reshape(-1), rows.shape[dim], out_of_bounds(dim, rows.shape[dim]))
     value = jnp.asarray(value).astype(x.dtype)
     return rows.at[(slice(None),) * dim + (index,)].set(value, **DROPPED).reshape(x.shape)

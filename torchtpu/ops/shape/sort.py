@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+from torch._prims_common import canonicalize_dim
 
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
@@ -19,6 +20,7 @@ def _infer_sort(self: torch.Tensor, *options: Any) -> Any:
     """The functional form: PyTorch's meta kernel of the out= form forgets the strides of what is written."""
     if self.is_complex():
         raise RuntimeError("Sort does not support complex dtypes")
+    canonicalize_dim(self.dim(), options[-2] if len(options) > 1 else -1)  # the meta kernel does not look at it
     if len(options) == 3:
         return torch.ops.aten.sort(self, stable=options[0], dim=options[1], descending=options[2])
     return torch.ops.aten.sort(self, *options)

@@ -1,0 +1,196 @@
+"""Optimisations that raise: in come programs of which one cannot be built, out come the CPU's numbers and a note."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchtpu
+from torchtpu import config, growth_rules, metrics, startup
+from torchtpu.compile import buckets, graphs
+from torchtpu.runtime import _C, engine
+from torchtpu.runtime.compile import plan_cache, variants
+from torchtpu.runtime.lowering import emit
+from torchtpu.runtime.partition.clusters import Clusters
+from torchtpu.runtime.partition.split import split
+from torchtpu.runtime.telemetry.bailouts import Bailouts
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("planted")
+
+
+def fails_later(*args: Any, **kwargs: Any) -> Future[Any]:
+    made: Future[Any] = Future()
+    made.set_exception(ZeroDivisionError("planted"))
+    return made
+
+
+def check(run: Callable[[str], list[Tensor]], what: str) -> None:
+    """The program computes what the CPU computes, and what failed is noted."""
+    torch.testing.assert_close(run("tpu"), run("cpu"), rtol=1e-5, atol=1e-5)
+    last = startup.engine_counters().bailouts.last
+    assert {(b.what, b.cause) for b in last} == {(what, "ZeroDivisionError: planted")}
+    assert metrics.snapshot()["bailouts"] == {f"{what}: ZeroDivisionError": len(last)}
+
+
+def lengthening(device: str) -> list[Tensor]:
+    return [(torch.ones(n, 3, device=device) * 0.5).exp().sum(0).cpu() for n in range(11, 17)]
+
+
+def once(device: str) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 12, device=device).reshape(3, 4)
+    return [((x @ x.t()).tanh() * 2 + x.sum()).cpu()]
+
+
+@pytest.fixture
+def all_anew() -> None:
+    """What follows is planned again, from what is on disk."""
+    _C.forget_streams()
+    kept = startup.engine().fragments
+    kept._known, kept._older = {}, {}
+
+
+@pytest.mark.bailouts("room")
+def test_a_rule_that_raises_leaves_sizes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(growth_rules._RULES, "sum.dim_IntList", fails)
+    check(lengthening, "room")
+
+
+@pytest.mark.bailouts("room")
+@pytest.mark.usefixtures("all_anew")
+@pytest.mark.parametrize("way", [fails, fails_later])
+def test_what_has_no_program_with_room_has_an_exact_one(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.Engine, "_with_room", way)
+    check(lengthening, "room")
+
+
+@pytest.mark.bailouts("clusters")
+@pytest.mark.usefixtures("all_anew")
+def test_a_region_whose_search_for_clusters_raises_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "may_have_clusters", lambda *args: True)
+    monkeypatch.setattr(plan_cache, "search", fails)
+    check(lambda device: [t - 1 for t in once(device)], "clusters")
+
+
+@pytest.mark.bailouts("clusters")
+@pytest.mark.usefixtures("all_anew")
+def test_a_region_whose_clusters_are_not_compiled_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = variants.RegionForms.start
+    monkeypatch.setattr(engine.Engine, "_clusters", lambda self, p: Clusters(split(p, [2]), sys.maxsize))
+    monkeypatch.setattr(variants.RegionForms, "start", lambda self: fails_later() if self._clusters else start(self))
+    check(once, "clusters")
+
+
+@pytest.mark.bailouts("clusters")
+def test_a_region_that_is_not_split_where_its_sizes_change_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ends_of_runs", fails)
+    check(lambda device: [torch.ones(n, 4, device=device).mean(0).cpu() for n in range(3, 8)], "clusters")
+
+
+@pytest.mark.bailouts("fences", "lists", "repetitions")
+@pytest.mark.parametrize(
+    ("what", "function"), [("fences", "find_fences"), ("lists", "take_apart"), ("repetitions", "repeated")]
+)
+def test_a_text_is_written_without_what_raises(what: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emit, function, fails)
+    numbers = {"fences": 3, "lists": 4, "repetitions": 5}  # no program is on disk
+    check(lambda device: [torch.ones(numbers[what], 7, device=device).exp().cpu()], what)
+
+
+@pytest.mark.bailouts("forms")
+@pytest.mark.usefixtures("all_anew")
+@pytest.mark.parametrize("name", ["_recalled", "is_due"])
+def test_a_region_stays_in_its_usual_form_where_choosing_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants.RegionForms, name, fails)
+    check(lambda device: [t for _ in range(4) for t in once(device)], "forms")
+    assert len(startup.engine_counters().bailouts.last) == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.bailouts("buckets", "replay")
+@pytest.mark.parametrize(
+    ("what", "owner", "name"),
+    [
+        ("buckets", buckets, "_analyse"),
+        ("buckets", buckets, "Writer"),
+        ("buckets", buckets.Padded, "_widened"),
+        ("replay", graphs, "_Builder"),
+    ],
+)
+def test_a_compiled_graph_runs_without_what_raises(
+    what: str, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fails)
+    function = torch.compile(lambda x: x.sin().sum(0) * 2, dynamic=None if what == "buckets" else False)
+    sizes = (3, 5, 6) if what == "buckets" else (3,)
+    run = lambda device: [
+        (function(x.to(device)) if device == "tpu" else x.sin().sum(0) * 2).cpu() for x in map(torch.ones, sizes)
+    ]
+    check(run, what)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.bailouts("buckets")
+def test_a_backward_graph_that_is_not_padded_takes_what_a_padded_forward_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, count = buckets.Writer.written, 0
+
+    def second_fails(self: buckets.Writer) -> Any:
+        nonlocal count
+        count += 1
+        return written(self) if count % 2 else fails()
+
+    monkeypatch.setattr(buckets.Writer, "written", second_fails)
+    function = lambda x: (x.exp().sin() @ torch.ones(4, 2, device=x.device)).exp().square().sum(0)
+    compiled = torch.compile(function)
+
+    def run(device: str) -> list[Tensor]:
+        found = []
+        for n in (3, 5, 6, 9):
+            x = torch.linspace(-1, 1, n * 4).reshape(n, 4).to(device).requires_grad_()
+            (compiled if device == "tpu" else function)(x).mul(torch.tensor([1.0, 2.0], device=device)).sum().backward()
+            found.append(x.grad.cpu())
+        return found
+
+    check(run, "buckets")
+
+
+def test_an_error_of_the_program_itself_is_raised_as_it_is_and_is_no_bailout() -> None:
+    for n in range(3, 9):
+        x = torch.ones(n, 4, device="tpu")
+        with pytest.raises(IndexError, match="out of range"):
+            torch.nn.functional.embedding(torch.tensor([n, 99], device="tpu"), x).cpu()
+    assert metrics.snapshot()["bailouts"] == {}
+
+
+@pytest.mark.bailouts("fences")
+def test_explain_and_the_log_name_the_line_and_the_cause(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(emit, "find_fences", fails)
+    with torchtpu.explain() as explanation, config.using(log="cluster"):
+        torch.ones(5, 5, device="tpu").exp().cpu()
+    (row,) = explanation.data["bailouts"]
+    assert row["optimisation"] == "fences"
+    assert row["cause"] == "ZeroDivisionError: planted"
+    assert __file__.rpartition("/")[2] in row["line"]
+    assert "ZeroDivisionError: planted" in str(explanation)
+    assert "Optimisations that failed" in explanation.html()
+    assert "ZeroDivisionError: planted" in capfd.readouterr().err
+
+
+def test_the_last_bailouts_are_kept_and_all_are_counted() -> None:
+    bailouts = Bailouts()
+    for i in range(300):
+        with bailouts.attempt("fences", f"a.py:{i}"):
+            fails()
+    assert bailouts.counts() == {"fences: ZeroDivisionError": 300}
+    assert [b.line for b in bailouts.last] == [f"a.py:{i}" for i in range(200, 300)]
+    with pytest.raises(KeyboardInterrupt), bailouts.attempt("fences", "a.py:1"):
+        raise KeyboardInterrupt

@@ -1,0 +1,43 @@
+"""In: complex numbers with infinities, NaN and zeros of both signs. Out: what the CPU makes of them, NaN for NaN."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+PARTS = (0.0, -0.0, 1.0, -1.0, 2.0, 0.5, float("inf"), -float("inf"), float("nan"))
+NUMBERS = [complex(real, imaginary) for real, imaginary in itertools.product(PARTS, PARTS)]
+EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 1 + 2j, 1j)
+BASES = (0.0, 1.0, 2.0, -1.0, float("inf"), 1j)
+
+
+def assert_as_cpu(function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+    numbers = torch.tensor(NUMBERS, dtype=dtype)
+    found, expected = function(numbers.to("tpu")).cpu(), function(numbers)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(torch.view_as_real(found), torch.view_as_real(expected), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("name", ["exp", "log", "sqrt", "rsqrt", "reciprocal"])
+def test_functions_at_infinity_and_nan(name: str, dtype: torch.dtype) -> None:
+    assert_as_cpu(getattr(torch, name), dtype)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS, ids=str)
+@pytest.mark.parametrize("power", [torch.pow, torch.float_power])
+def test_powers_at_infinity_and_nan(power: Callable[..., torch.Tensor], exponent: complex) -> None:
+    assert_as_cpu(lambda x: power(x, exponent), torch.complex64)
+
+
+@pytest.mark.parametrize("base", BASES, ids=str)
+def test_powers_of_a_number_at_infinity_and_nan(base: complex) -> None:
+    assert_as_cpu(lambda x: torch.pow(base, x), torch.complex64)
+
+
+@pytest.mark.parametrize("power", [torch.pow, torch.float_power])
+def test_powers_of_each_to_each(power: Callable[..., torch.Tensor]) -> None:
+    assert_as_cpu(lambda x: power(x[:, None], x[None]), torch.complex64)

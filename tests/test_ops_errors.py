@@ -1,0 +1,74 @@
+"""In: calls that the CPU refuses, and calls that mix devices. Out: the CPU's error, or its result on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+REFUSED: dict[str, Callable[[str], Any]] = {
+    "heaviside_ of two dtypes": lambda on: torch.zeros(3, device=on).heaviside_(torch.ones(3, device=on).double()),
+    "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
+    "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),
+    "lstsq of two dtypes": lambda on: torch.linalg.lstsq(torch.eye(3, device=on), torch.eye(3, device=on).double()),
+    "lstsq of other batches": lambda on: torch.linalg.lstsq(
+        torch.zeros(2, 3, 3, device=on), torch.zeros(3, 3, 3, device=on)
+    ),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_what_the_cpu_refuses_is_refused_in_its_words(call: Callable[[str], Any]) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        call("cpu")
+    with pytest.raises(RuntimeError) as found:
+        call("tpu")
+    assert str(found.value) == str(expected.value)
+
+
+WRITTEN: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "nonzero": lambda x, out: torch.nonzero(x, out=out),
+    "masked_select": lambda x, out: torch.masked_select(x, x.bool(), out=out),
+    "take": lambda x, out: torch.take(x, x, out=out),
+}
+
+
+@pytest.mark.parametrize("call", WRITTEN.values(), ids=WRITTEN)
+def test_a_result_is_not_written_to_another_device(call: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    x, out = torch.ones(2, dtype=torch.int64, device="tpu"), torch.full((7,), 5)
+    with pytest.raises(RuntimeError, match="device"):
+        call(x, out)
+    assert out.tolist() == [5] * 7
+
+
+def test_a_driver_of_lstsq_may_be_in_capitals() -> None:
+    a, b = torch.randn(4, 3), torch.randn(4, 2)
+    found = torch.linalg.lstsq(a.to("tpu"), b.to("tpu"), driver="GELSD")
+    expected = torch.linalg.lstsq(a, b, driver="GELSD")
+    torch.testing.assert_close(found.solution.cpu(), expected.solution)
+    torch.testing.assert_close(found.singular_values.cpu(), expected.singular_values)
+
+
+def test_an_index_of_index_fill_may_be_a_number_on_the_host() -> None:
+    before = torch.tpu.cpu_fallback_counts()
+    for index in (0, 2, -1):
+        found = torch.zeros(3, 2, device="tpu").index_fill(0, torch.tensor(index), 2.0)
+        assert torch.equal(found.cpu(), torch.zeros(3, 2).index_fill(0, torch.tensor(index), 2.0))
+        found.index_fill_(1, torch.tensor(0), torch.tensor(7.0))
+        assert found[:, 0].tolist() == [7.0] * 3
+    assert torch.tpu.cpu_fallback_counts() == before
+
+
+def test_a_lazy_clone_lies_as_its_source_and_is_its_own() -> None:
+    whole = torch.arange(12.0, device="tpu")
+    x = whole.view(3, 4).t()[1:]
+    clone = torch._lazy_clone(x)
+    assert (clone.stride(), clone.storage_offset(), clone.shape) == (x.stride(), x.storage_offset(), x.shape)
+    assert torch.equal(clone, x)
+    clone.add_(1)
+    assert whole.tolist() == list(range(12))
+    assert torch.equal(clone, x + 1)
+    bits = torch._lazy_clone(whole.view(torch.int32)[1::2])
+    assert torch.equal(bits.cpu(), torch.arange(12.0).view(torch.int32)[1::2])
