@@ -76,7 +76,8 @@ class Training:
         self.device = device
         self.traps = [module for module in self.model if isinstance(module, Trap)]
         # Its step count is on the device: what Python itself counts is not undone.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, capturable=device == "tpu")
+        # A gradient that is zero but for rounding, as that of a key's bias, must not become a step.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2, eps=1e-3, capturable=device == "tpu")
         self.step(-1)  # what Python makes in a first step that fails stays too
 
     def step(self, number: int, batch: int = BATCH, trap: int | None = None, springs: str = "") -> torch.Tensor:

@@ -52,6 +52,7 @@ class Recovery:
 
     def settle(self, work: Any, error: Exception, place: int | None = None) -> None:
         """Tells the work what came of it after all. `place` is the op that failed, where that is known."""
+        error = getattr(work, "blamed", None) or error
         try:
             if work.is_slice or not self._may_run_again(work.program, error):
                 work.failed(error)

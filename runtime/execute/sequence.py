@@ -174,6 +174,11 @@ class PartWork:
         return self.executable.error if isinstance(self.executable, Unbuilt) else None
 
     @property
+    def blamed(self) -> Exception | None:
+        """What is raised in place of what the part fails with."""
+        return self._state.blamed
+
+    @property
     def stopped_by(self) -> BaseException | None:
         return self._state.stopped_by
 
