@@ -20,7 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from script import Ended
+
+from torchtpu.distributed.peers import _place
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -240,6 +243,13 @@ def test_connections_that_are_reset_are_an_error_of_both_ranks() -> None:
     ended = run_ranks(code, 2)
     names(ended[0], 0, {1: "has ended: its connection"})
     names(ended[1], 1, {0: "has ended: its connection"})
+
+
+def test_the_users_line_may_be_in_a_folder_named_like_a_library() -> None:
+    script = f"{torch.__path__[0]}_of_mine/train.py"
+    found: dict[str, str] = {}
+    exec(compile("found['place'] = place()", script, "exec"), {"found": found, "place": _place})
+    assert found["place"] == f"{script}:1"
 
 
 @contextlib.contextmanager

@@ -105,9 +105,7 @@ def line_of(code: str, what: str) -> int:
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
     """What several tests look at: two ranks that check one thing after the other, and their folder."""
     folder = tmp_path_factory.mktemp("world")
-    return torchrun(
-        "distributed_session.py", str(folder), "collectives", "fusion", "divergence", "attention", "clients"
-    ), folder
+    return torchrun("distributed_session.py", str(folder), "collectives", "fusion", "clients"), folder
 
 
 def passed(ended: Ended, part: str, ranks: int = 2) -> None:

@@ -70,6 +70,23 @@ def test_lowerings_import_only_the_registry_and_each_other() -> None:
         assert ours <= {"torchtpu"}, f"{name_of(path)} imports {sorted(ours)}"
 
 
+def test_distributed_has_no_circle_of_imports() -> None:
+    """Nor does it import what imports it: of the top package it knows the knobs and the op registry."""
+    modules = {module_of(p).removesuffix(".__init__"): p for p in PYTHON if "distributed" in p.parts}
+    ours = {m: {n for n in imports_of(p) if is_within(n, "torchtpu")} for m, p in modules.items()}
+    for module, imported in ours.items():
+        below = ("torchtpu.config", "torchtpu.runtime", "torchtpu.ops.registry", *modules)
+        above = {m for m in imported if not is_within(m, *below)}
+        tree = ast.parse(modules[module].read_text())
+        whole = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+        assert above <= {"torchtpu", "torchtpu.ops"} and "torchtpu" not in whole, f"{module} imports {sorted(above)}"
+    edges = {m: (imported & {*modules}) - {m, "torchtpu.distributed"} for m, imported in ours.items()}
+    while leaves := [m for m, imported in edges.items() if not imported & {*edges}]:
+        for leaf in leaves:
+            del edges[leaf]
+    assert not edges, f"each of these imports another: {sorted(edges)}"
+
+
 def test_jax_is_imported_by_the_runtime_and_the_op_registry_only() -> None:
     """Private modules are touched by runtime/ alone; op files take jax from the registry, which loads it late."""
     for path in PYTHON:

@@ -15,8 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.library
@@ -26,51 +25,12 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.spmd.regions import Ballot, Verdict
 
 from . import lowering
+from .call import Call, Owner
 from .flight import recorder
 
 T = TypeVar("T")
 
 OP = "torchtpu::collective"
-
-
-class Owner(Protocol):
-    """The group that a call belongs to."""
-
-    name: str
-
-    def begin(self, call: Call) -> None: ...
-    def agree(self, calls: Sequence[Call], ballot: Ballot) -> Verdict: ...
-    def tell(self, numbers: Sequence[int]) -> list[list[int]]: ...
-    def explain(self, call: Call, error: BaseException) -> BaseException: ...
-    def timeout(self) -> float: ...
-
-
-@dataclass(eq=False)
-class Call:
-    """One collective of this rank.
-
-    `what` is what all ranks must agree on, "" where they need not; `run` moves the bytes, from a flat CPU tensor to
-    another one; `homes` are the devices whose program may have it, which knows it as `kind`. `error` is set before
-    `finished`.
-    """
-
-    owner: Owner
-    name: str
-    what: str
-    sequence: int
-    line: str
-    run: Callable[[torch.Tensor], torch.Tensor]
-    kind: str = ""
-    homes: tuple[int, ...] = ()
-    partner: int | None = None  # the only other rank that it needs
-    route: str = ""  # " 0->1" where rank 0 sends to rank 1
-    is_started: bool = False
-    is_agreed: bool = False  # by a vote that found the others at this call, though not at this program
-    finished: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-
-    def __str__(self) -> str:
-        return f"{self.what or self.name} (number {self.sequence}, at {self.line})"
 
 
 class _Totals:

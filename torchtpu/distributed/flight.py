@@ -13,12 +13,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .calls import Call
+from .call import Call
 
 _VERSION = "2.10"
 _FRAME = "a line of the user"

@@ -23,7 +23,8 @@ from torchtpu import config
 from torchtpu.runtime import _C
 from torchtpu.runtime.spmd.regions import Ballot, Verdict
 
-from .calls import Call, record, stop_waiting, whole
+from .call import Call
+from .calls import record, stop_waiting, whole
 from .flight import recorder
 from .gloo import Gloo, connect
 from .lowering import is_compiled

@@ -7,30 +7,30 @@ by its connections. Whoever waits for a rank that will not come stops waiting.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-import torchtpu
 from torchtpu.runtime.spmd.regions import Ballot, Verdict
 
+from .call import Call
 from .flight import recorder
 from .links import Links, Notice
-
-if TYPE_CHECKING:
-    from .calls import Call
 
 Meet = Callable[[Sequence[int]], list[list[int]]]  # tells all ranks some ints, as many each, and their ints
 
 _ANSWER_SECONDS = 2.0
+_FOLDERS = (torch.__path__[0], sys.modules["torchtpu.runtime"].__path__[0], Path(__file__).parents[1])
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)  # their lines are not the user's
 # A process may end when its part of a collective is done, which others may not have finished yet.
 _GRACE_SECONDS = 2.0
 
@@ -172,10 +172,9 @@ def _place() -> str:
     ident = threading.main_thread().ident
     assert ident is not None
     frame: FrameType | None = sys._current_frames().get(ident)
-    roots = [module.__path__[0] for module in (torch, torchtpu, sys.modules["torchtpu.runtime"])]
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith("<") and not any(file.startswith(root) for root in roots):
+        if not file.startswith(("<", *_LIBRARIES)):
             return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
