@@ -12,6 +12,7 @@ import distributed_clients
 import distributed_collectives
 import distributed_divergence
 import distributed_fusion
+import distributed_interrupts
 import distributed_vocabulary
 import torch.distributed as dist
 
@@ -31,6 +32,8 @@ def main() -> None:
         "divergence": functools.partial(distributed_divergence.check_all, 20),
         "long divergence": functools.partial(distributed_divergence.check_all, 1000),
         "thousand": functools.partial(distributed_fusion.check_all, 1000),
+        "interrupts": functools.partial(distributed_interrupts.check_all, 30),
+        "five hundred interrupts": functools.partial(distributed_interrupts.check_all, 500),
         "attention": distributed_attention.check_all,
         "vocabulary": distributed_vocabulary.check_all,
         "clients": functools.partial(distributed_clients.check_all, folder),

@@ -167,6 +167,11 @@ def test_a_backend_named_by_device_serves_both_kinds_of_tensors(tmp_path: Path) 
     assert ended.status == 0, ended.err
 
 
+@pytest.mark.parametrize("part", ["interrupts", pytest.param("five hundred interrupts", marks=pytest.mark.full)])
+def test_interrupts_of_both_ranks_lose_no_step(part: str, tmp_path: Path) -> None:
+    passed(torchrun("distributed_session.py", str(tmp_path), part), part)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_may_differ_a_thousand_times(ranks: int, tmp_path: Path) -> None:
