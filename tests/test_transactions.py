@@ -8,13 +8,15 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import torchtpu
-from torchtpu import metrics
+from torchtpu import metrics, startup
 
 LIMIT = 32 << 20
 TOO_LARGE = 1 << 24  # floats
@@ -193,3 +195,66 @@ def test_a_batch_drawn_on_the_device_that_does_not_fit_fails_alone(
         assert torch.equal(model.weight.detach().cpu(), before)
     assert step(BATCH // 2) > 0
     assert "taken apart" not in capfd.readouterr().err
+
+
+def refuse(*args: Any, **named: Any) -> Any:
+    raise ValueError("refused by the test")
+
+
+def test_a_future_that_raises_tells_the_thread_that_asks_it_and_no_read_raises_the_error_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, x = torch.ones(3, device="tpu"), torch.zeros(3, device="tpu")
+    torch.tpu.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(startup.engine().client, "execute", refuse)
+        read = torchtpu.async_read(x.cosh())
+        wait([read], 60)
+    weight.mul_(2)  # eager PyTorch would raise before it
+    with pytest.raises(RuntimeError, match="refused by the test"):
+        read.result(60)
+    assert weight.add(1).tolist() == [2.0] * 3
+    torch.tpu.synchronize()
+
+
+def refuse_cosh(stage: str, patch: pytest.MonkeyPatch) -> None:
+    """What the stage does with regions that hold this op fails."""
+    engine = startup.engine()
+    owner, name, is_refused = {
+        "lower": (engine.fragments, "find", lambda ops: any("cosh" in op.name for op in ops)),
+        "compile": (engine.compiler, "_load_or_compile", lambda plan, device, note: "cosh" in plan.text()),
+        "launch": (engine._executor, "_run", lambda work, *rest: any("cosh" in op.name for op in work.program.ops)),
+    }[stage]
+    works = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args: refuse() if is_refused(*args) else works(*args))
+
+
+@pytest.mark.parametrize(("stage", "settled"), [("lower", 0), ("compile", 0), ("launch", 0), ("launch", 3)])
+def test_a_fault_leaves_what_pytorch_on_the_cpu_has_before_the_op(
+    stage: str, settled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"lower": 17, "compile": 19, "launch": 23 + settled}[stage]
+    ours, reference = torch.full((rows,), 0.01, device="tpu"), torch.full((rows,), 0.01)
+
+    def step(weight: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        weight.mul_(2)
+        if fails and weight.device.type == "cpu":
+            return weight
+        made = weight.cosh()
+        weight.add_(made)
+        return made
+
+    for _ in range(settled):
+        step(reference)
+        step(ours).sum().item()
+    torch.tpu.synchronize()
+    with monkeypatch.context() as patch:
+        refuse_cosh(stage, patch)
+        made, weight = step(ours), step(reference, fails=True)
+        with pytest.raises(RuntimeError, match="refused by the test"):
+            made.cpu()
+        torch.testing.assert_close(ours.cpu(), weight)
+        torch.tpu.synchronize()  # the error was raised once
+    step(ours)
+    step(reference)
+    torch.testing.assert_close(ours.cpu(), reference)

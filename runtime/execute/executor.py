@@ -442,7 +442,7 @@ class _Caught:
         if error is not None:
             place = None
             if isinstance(error, OpFailedError):
-                error, place = error.error, error.place
+                place, error = error.place, error.error
             _forget_frames(error)
             shown = _explained(error, self._about, self._work.run) if self._about else error
             if self._settle is None or not isinstance(shown, Exception):

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from torchtpu.runtime import _C
+from torchtpu.runtime.compile.failing import failing
 
 __all__ = ["async_read"]
 
@@ -22,7 +23,29 @@ def async_read(tensor: Tensor) -> Future[Tensor]:
         done: Future[Tensor] = Future()
         done.set_result(tensor.detach().cpu().clone())
         return done
-    return _readers().submit(_C.Reading(tensor.detach()).wait)
+    read = _Read()
+    _readers().submit(_fulfil, read, _C.Reading(tensor.detach()))
+    return read
+
+
+class _Read(Future[Tensor]):
+    """Whoever learns here that a region has failed is told of it, as by a read of its own."""
+
+    def result(self, timeout: float | None = None) -> Tensor:
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        if error is not None:
+            _C.end_raised_transactions()
+        return error
+
+
+def _fulfil(read: _Read, reading: _C.Reading) -> None:
+    if read.set_running_or_notify_cancel():
+        with failing(read.set_exception):
+            read.set_result(reading.wait())
 
 
 @functools.cache

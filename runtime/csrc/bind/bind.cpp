@@ -311,6 +311,7 @@ PYBIND11_MODULE(_C, m) {
         return reading;
       }))
       .def("wait", [](const Reading& reading) { return reading.wait().clone(at::MemoryFormat::Preserve); });
+  m.def("end_raised_transactions", &end_raised_transactions);
   m.def("to_host", [](const at::Tensor& t) { return read_to_host(t).clone(at::MemoryFormat::Preserve); });
   m.def("is_on_host", &is_on_host);
   m.def("stats", &stats);

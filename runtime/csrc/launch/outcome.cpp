@@ -6,6 +6,7 @@
 #include "bind/bridge.h"
 #include "device/gil.h"
 #include "launch/queue.h"
+#include "launch/read.h"
 #include "launch/signals.h"
 
 namespace torchtpu {
@@ -15,8 +16,12 @@ namespace {
 // The first failure that no read has raised.
 std::atomic<PyObject*> unseen_error{nullptr};
 
+constexpr const char* kSeen = "_tpu_was_raised";
+
+// The GIL is held; so it is in mark_seen: an output may fail with an error after a read of another has raised it.
 void keep_unseen(PyObject* error) {
   PyObject* none = nullptr;
+  if (PyObject_HasAttrString(error, kSeen)) return;
   if (unseen_error.compare_exchange_strong(none, error)) Py_INCREF(error);
 }
 
@@ -72,7 +77,15 @@ void end_transactions(PyObject* error) {
   }
 }
 
+// The GIL is held, which keeps the error alive.
+PyObject* failure_of(const Recorder& r) {
+  StateGuard guard(state_lock);
+  return r.transaction->error;
+}
+
 void mark_seen(PyObject* error) {
+  AcquireGil gil;
+  if (PyObject_SetAttrString(error, kSeen, Py_True) != 0) PyErr_Clear();  // an exception with slots
   if (unseen_error.compare_exchange_strong(error, nullptr)) defer_decref(error);
 }
 
@@ -146,6 +159,17 @@ void raise_failure(PyObject* error) {
   }
   mark_seen(error);
   raise_stored(error);
+}
+
+void end_raised_transactions() {
+  AcquireGil gil;
+  for (c10::DeviceIndex device = 0; device < device_count(); device++) {
+    auto error = py::reinterpret_borrow<py::object>(failure_of(recorder_for(device)));
+    if (!error || !PyObject_HasAttrString(error.ptr(), kSeen)) continue;
+    end_transactions(error.ptr());
+    StateGuard guard(state_lock);
+    restore_storages(error.ptr());
+  }
 }
 
 void raise_unseen_error() {

@@ -28,4 +28,7 @@ class Reading {
   std::string line_;
 };
 
+// The calling thread is told of an error that a reading has raised for it in another thread.
+void end_raised_transactions();
+
 }  // namespace torchtpu
