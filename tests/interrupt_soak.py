@@ -89,13 +89,13 @@ class Batches(Dataset[tuple[int, Tensor, Tensor]]):
 class Training:
     """A model with its optimizer on one device."""
 
-    def __init__(self, name: str, device: str) -> None:
+    def __init__(self, name: str, device: str, *, compiles: bool = False) -> None:
         self.device = device
         self.model = make_model(name).to(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, foreach=True)
         self.forward: Callable[[Tensor], Tensor] = self.model
-        if name == "compiled" and device != "cpu":
-            self.forward = torch.compile(self.model)
+        if compiles:
+            self.forward = torch.compile(self.model, backend="aot_eager" if device == "cpu" else "inductor")
         self.batches = [(x.to(device), y.to(device)) for x, y in make_batches()]
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -196,10 +196,10 @@ def replay(training: Training, index: int) -> Tensor:
 
 
 class Soak:
-    def __init__(self, model: str, every: int, seed: int) -> None:
+    def __init__(self, model: str, every: int, seed: int, device: str) -> None:
         self._every = every
         self._with_workers = model == "loader"
-        self.device, self.cpu = Training(model, "tpu"), Training(model, "cpu")
+        self.device, self.cpu = Training(model, device, compiles=model == "compiled"), Training(model, "cpu")
         for training in (self.device, self.cpu):
             for index in range(3):  # makes the momentum, and what the loop needs of programs
                 replay(training, index).item()
@@ -277,6 +277,7 @@ class Soak:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("mlp", "gpt", "compiled", "loader"), default="mlp")
+    parser.add_argument("--device", default="tpu", help="cpu: what PyTorch itself does under the same treatment")
     parser.add_argument("--every", type=int, default=1, help="steps between two reads")
     parser.add_argument("--interrupts", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -284,7 +285,7 @@ def main() -> int:
     options = parser.parse_args()
     ignored: list[Any] = []
     sys.unraisablehook = ignored.append
-    soak = Soak(options.model, options.every, options.seed)
+    soak = Soak(options.model, options.every, options.seed, options.device)
     end = time.monotonic() + options.seconds
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -297,7 +298,8 @@ def main() -> int:
     wrong["warnings"] = len({str(warning.message) for warning in warned if "tpu" in str(warning.message).lower()})
     wrong["ignored"] = len(ignored)
     print(
-        f"{options.model} every {options.every}: {soak.sent.total()} interrupts of {soak.counts['steps']} steps,",
+        f"{options.device} {options.model} every {options.every}:",
+        f"{soak.sent.total()} interrupts of {soak.counts['steps']} steps,",
         ", ".join(f"{count} {name}" for name, count in wrong.items()),
         f"({', '.join(f'{count} {name}' for name, count in sorted(soak.sent.items()))})",
     )

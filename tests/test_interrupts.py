@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchtpu.runtime.compile.variants import RegionForms
 
 SETUP = """
-    import os, signal, sys, threading, time
+    import math, os, signal, sys, threading, time
     import torch
     from torchtpu import startup
     from torchtpu.runtime import _C
@@ -63,6 +63,18 @@ def test_ctrl_c_ends_a_wait_and_the_value_can_be_read_later() -> None:
     assert ended.status == 0
 
 
+STAYS = """
+def stay(*args):  # Python code that nothing ends
+    while True:
+        try:
+            math.sqrt(time.sleep(1e-4) or 2)
+        except BaseException:
+            pass
+{}
+y = (x * 2).tan()
+_C.cut('test')
+time.sleep(0.3)
+"""
 EXITS = {
     "pending": "y = x * 2 + 1",
     "queued": "slow(0.5)\nfor i in range(5):\n    y = (x * 2).cos()\n    _C.cut('test')",
@@ -80,6 +92,9 @@ time.sleep(0.5)
 """,
     "waiting": "slow(2)\nthreading.Thread(target=lambda: (x * 2).sin().cpu(), daemon=True).start()\ntime.sleep(0.3)",
     "unread error": "y = x[torch.tensor([9], device='tpu')]\n_C.cut('test')\ntime.sleep(0.3)",
+    "planner that stays": STAYS.format("startup._lazy.plan = stay"),
+    "launcher that stays": STAYS.format("startup._lazy.launch = stay"),
+    "compiler that stays": STAYS.format("slow(0)\nstartup.engine().client.compile = stay"),
     "cycle": "class A: pass\na = A()\na.a, a.x = a, x + 1\nsys.keep = x * 3",
     "thread exit": """
 def leave():
@@ -261,6 +276,26 @@ def test_what_a_handler_raises_during_shape_inference_is_no_reason_to_run_on_the
     """
     )
     assert (ended.status, ended.out, ended.err) == (0, "True {}\nTrue\n", "")
+
+
+def test_an_op_recorded_as_several_is_recorded_whole_though_a_handler_raises() -> None:
+    ended = run_script(
+        SETUP
+        + HANDLED
+        + """
+    kind = Failure
+    signal.signal(signal.SIGALRM, handle)
+    def whole(milliseconds):
+        values = [torch.zeros(milliseconds * 100 + i, device="tpu") for i in range(100)]
+        def add():
+            signal.setitimer(signal.ITIMER_REAL, milliseconds / 1e3)
+            torch._foreach_add_(values, [1.0] * len(values))  # one call, though the recorder is new to each shape
+            time.sleep(1)
+        return is_raised(add), torch.cat(values).cpu().unique().tolist()
+    print([whole(milliseconds) for milliseconds in (1, 2, 3)])
+    """
+    )
+    assert (ended.status, ended.out, ended.err) == (0, f"{[(True, [1.0])] * 3}\n", "")
 
 
 def test_a_signal_that_waits_reaches_the_wakeup_descriptor_and_the_handler_of_the_day() -> None:

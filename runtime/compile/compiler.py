@@ -6,7 +6,6 @@ Worker threads compile; XLA releases the GIL meanwhile. A program is compiled on
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 import time
 from collections import OrderedDict, deque
@@ -102,10 +101,7 @@ class Compiler:
                     del self._flights[key]
 
     def close(self) -> bool:
-        """Drops what waits, finishes what is being compiled (for a while), ends the threads; whether they have ended.
-
-        The Python code of one that goes on is told to end. XLA cannot be.
-        """
+        """Drops what waits, finishes what is being compiled (for a while), ends the threads; whether all have."""
         with self._condition:
             self._is_closed = True
             self._jobs.clear()
@@ -113,11 +109,7 @@ class Compiler:
             self._condition.notify_all()
             threads = [*self._threads, *([self._late_thread] if self._late_thread else [])]
         others = [thread for thread in threads if thread is not threading.current_thread()]
-        _join(others, _JOIN_SECONDS / 2)
-        for thread in others:
-            if thread.is_alive():
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-        _join(others, _JOIN_SECONDS / 2)
+        _join(others, _JOIN_SECONDS)
         with self._condition:
             flights = list(self._flights.values())
             self._flights.clear()

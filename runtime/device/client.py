@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import socket
 import threading
@@ -27,6 +28,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # as jax does: else jaxlib l
 from jaxlib import _jax, xla_client
 
 from torchtpu.compiler_cache import Key, Target, compiler_line, host_cpu_features, program_key
+from torchtpu.runtime import _C
 from torchtpu.runtime.device.sizes import nbytes_of
 
 from .chips import topology_of
@@ -251,6 +253,7 @@ class Client:
         """Within it this thread's JAX traces with 64-bit types on, in full precision, and else with JAX's defaults."""
         import jax
 
+        _let_no_handler_into_gc()
         with contextlib.ExitStack() as stack:
             stack.enter_context(jax.enable_x64(True))
             # Without a default device of our own, tracing would start the user's JAX backends.
@@ -365,6 +368,15 @@ class _Coordinator:
                 for key, value in self._board.news():
                     self._known.add(key)
                     self.client.key_value_set_bytes(key, value)
+
+
+def _let_no_handler_into_gc() -> None:
+    """What signal handlers raise in Python code that the garbage collector calls is lost: jax's callback is some."""
+    from jax._src import lib
+
+    if lib._xla_gc_callback in gc.callbacks:
+        index = gc.callbacks.index(lib._xla_gc_callback)
+        gc.callbacks[index] = _C.without_arguments(_jax.collect_garbage)
 
 
 def _make_fleet_client(fleet: Fleet) -> tuple[_Coordinator, Any]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from torchtpu.runtime import _C
+
 from . import log
 
 _MOST_KEPT = 100
@@ -42,11 +44,12 @@ class Bailouts:
 
     @contextmanager
     def attempt(self, what: str, line: str) -> Iterator[None]:
-        """In the block an optimisation is tried: what it raises is noted, and goes no further."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 -- the plain form serves as well
-            self.note(what, error, line)
+        """In the block an optimisation is tried: what it raises is noted, and goes no further. Signal handlers wait."""
+        with _C.SignalsDeferred():
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 -- the plain form serves as well
+                self.note(what, error, line)
 
     def note(self, what: str, error: BaseException, line: str) -> None:
         """Notes what an optimisation raised."""

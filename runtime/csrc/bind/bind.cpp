@@ -257,11 +257,15 @@ void bind_engine_types(py::module& m) {
       .def("failed", [](Work& w, py::object error) { work_failed(w, error.ptr()); });
 }
 
+struct SignalsScope {
+  std::optional<SignalsDeferred> deferred;
+};
+
 std::terminate_handler terminate_otherwise = nullptr;
 
-// A thread that comes back from a library's long wait, such as that for a rank that has ended, asks for the GIL.  While
-// Python ends, it unwinds the thread instead, and a `noexcept` frame of the library on the way would end the process
-// with SIGABRT.  Such a thread waits here for the process to end by itself.
+// A thread that asks for the GIL while Python ends is unwound (gil.h), up to the first `noexcept` frame: one of ours,
+// or one of a library's that comes back from a long wait, such as XLA's or that for a rank that has ended.  It waits
+// here for the process to end by itself.
 [[noreturn]] void park_while_python_ends() {
   while (Py_IsFinalizing() && gettid() != getpid()) pause();
   if (terminate_otherwise) terminate_otherwise();
@@ -340,7 +344,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("observe_reads", [](bool on) { reads_are_observed = on; });
   m.def("dump", &dump);
   m.def("current_line", &current_line);
-  m.def("drain", &drain_decrefs);
+  m.def("drain", [] { drain_decrefs(); });
+  py::class_<SignalsScope>(m, "SignalsDeferred")
+      .def(py::init<>())
+      .def("__enter__", [](SignalsScope& scope) { scope.deferred.emplace(); })
+      .def("__exit__", [](SignalsScope& scope, const py::args&) { scope.deferred.reset(); });
+  // No bytecode runs, and so no signal handler, where a built-in function calls one.
+  m.def("without_arguments", [](py::object call) { return py::cpp_function([call](const py::args&) { call(); }); });
   m.def("shutdown", [](double seconds, const py::object& close) {
     SignalsDeferred deferred;
     bool have_ended = shutdown(seconds);

@@ -4,6 +4,7 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bind/calls.h"
 #include "device/gil.h"
 #include "launch/queue.h"
 #include "launch/signals.h"
@@ -19,6 +20,11 @@ PyObject* engine_object = nullptr;
 py::handle engine() {
   TORCH_CHECK(engine_object, "torchtpu: the engine is not set up");
   return engine_object;
+}
+
+template <class... Args>
+py::object ask(const char* name, Args&&... args) {
+  return call_method(engine(), name, std::forward<Args>(args)...);
 }
 
 // torch._C's set_eval_frame, once dynamo is loaded.
@@ -178,7 +184,7 @@ void infer_in_python(const OpInfo& info, Stack* stack) {
       bool is_dtype = info.args[i].role == ArgRole::kDtype && v.isInt();
       args.append(is_dtype ? py::cast(static_cast<at::ScalarType>(v.toInt())) : torch::jit::toPyObject(v));
     }
-    py::object results = engine().attr("infer")(info.name, args);
+    py::object results = ask("infer", info.name, args);
     const auto& returns = info.handle.schema().returns();
     if (returns.size() == 1) results = py::make_tuple(results);
     stack->clear();
@@ -194,55 +200,55 @@ void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype,
   std::string line = current_line();
   AcquireGil gil;
   py::object shown = dtype ? py::cast(*dtype) : py::object(py::none());
-  guarded([&] { engine().attr("fallback")(op, shown, line, nbytes); });
+  guarded([&] { ask("fallback", op, shown, line, nbytes); });
 }
 
 at::Tensor download(PyObject* object) {
   AcquireGil gil;
-  return interruptible([&] { return engine().attr("download")(py::handle(object)).cast<at::Tensor>(); });
+  return interruptible([&] { return ask("download", py::handle(object)).cast<at::Tensor>(); });
 }
 
 PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
   AcquireGil gil;
-  return guarded([&] { return engine().attr("upload")(host, static_cast<int>(device)).release().ptr(); });
+  return guarded([&] { return ask("upload", host, static_cast<int>(device)).release().ptr(); });
 }
 
 void resolve_guard(PyObject* guard) {
   AcquireGil gil;
-  interruptible([&] { engine().attr("resolve")(py::handle(guard)); });
+  interruptible([&] { ask("resolve", py::handle(guard)); });
 }
 
 bool has_passed(PyObject* guard) {
   AcquireGil gil;
-  return interruptible([&] { return !py::handle(guard).attr("has_failed")().cast<bool>(); });
+  return interruptible([&] { return !call_method(guard, "has_failed").cast<bool>(); });
 }
 
 void report_read(const std::string& line, double started, double seconds, int64_t nbytes) {
   AcquireGil gil;
-  guarded([&] { engine().attr("was_read")(line, started, seconds, nbytes); });
+  guarded([&] { ask("was_read", line, started, seconds, nbytes); });
 }
 
 void report_waiting(const std::string& what, double seconds) {
-  guarded([&] { engine().attr("waiting")(what, seconds); });
+  guarded([&] { ask("waiting", what, seconds); });
 }
 
 void finish_device(c10::DeviceIndex device) {
   AcquireGil gil;
-  interruptible([&] { engine().attr("await_launches")(static_cast<int>(device)); });
-  guarded([&] { engine().attr("finish")(static_cast<int>(device)); });
+  interruptible([&] { ask("await_launches", static_cast<int>(device)); });
+  guarded([&] { ask("finish", static_cast<int>(device)); });
 }
 
 void launch(const WorkRef& work) {
-  guarded([&] { engine().attr("launch")(work); });
+  guarded([&] { ask("launch", work); });
 }
 
 bool is_prompt(const WorkRef& work) {
-  return guarded([&] { return engine().attr("is_prompt")(work).cast<bool>(); });
+  return guarded([&] { return ask("is_prompt", work).cast<bool>(); });
 }
 
 void plan(const std::shared_ptr<Plan>& plan) {
   try {
-    engine().attr("plan")(plan);
+    ask("plan", plan);
   } catch (py::error_already_set& e) {
     plan_failed(*plan, e.value().ptr());
   }

@@ -7,6 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "bind/calls.h"
 #include "device/gil.h"
 #include "launch/queue.h"
 
@@ -32,7 +33,7 @@ void release(py::object& object) {
 template <class... Args>
 py::object guarded(const py::object& object, const char* name, const Args&... args) {
   try {
-    return object.attr(name)(args...);
+    return call_method(object, name, args...);
   } catch (py::error_already_set& error) {
     error.restore();
   }

@@ -10,7 +10,16 @@ namespace torchtpu {
 struct WithoutSpinLock {
   WithoutSpinLock() { assert_no_spin_lock(); }
 };
-class AcquireGil : WithoutSpinLock, pybind11::gil_scoped_acquire {};
+// While Python ends, it unwinds the stack of each other thread that asks for the GIL, and destructors that need it
+// would run without it.  What is `noexcept` stops that: the thread waits there for the end of the process (bind.cpp).
+// So are taking the GIL, giving it back and calling Python (calls.h).
+class AcquireGil : WithoutSpinLock {
+ public:
+  AcquireGil() noexcept {}
+
+ private:
+  pybind11::gil_scoped_acquire taken_;
+};
 
 // Takes the GIL back where it ends.
 class ReleaseGil {

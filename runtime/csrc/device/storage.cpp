@@ -97,7 +97,9 @@ void drain_decrefs() {
     SpinGuard guard(decref_lock);
     dead.swap(*dead_objects);
   }
-  for (PyObject* object : dead) Py_DECREF(object);
+  [&]() noexcept {  // as what calls Python is (gil.h)
+    for (PyObject* object : dead) Py_DECREF(object);
+  }();
 }
 
 // ---- buffers

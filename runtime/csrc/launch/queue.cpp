@@ -6,10 +6,8 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <thread>
 
 #include "bind/bridge.h"
@@ -42,8 +40,7 @@ struct Queue {
   bool is_stopping = false;
   std::thread::id stopper;  // the thread that stops
   bool has_started = false;
-  int num_running = 0;                 // of launcher and planner
-  std::vector<unsigned long> threads;  // these, as Python names them
+  int num_running = 0;  // of launcher and planner
   std::vector<std::thread> handles;
 
   // Held while the front of `works` is launched: launches happen in one order, in whichever thread is there first.
@@ -121,7 +118,7 @@ void wait_until(Ready&& ready, Describe&& describe, OnSignal on_signal = OnSigna
     }
     if (done || (on_signal == OnSignal::kReturn && has_deferred_signal())) return;
     AcquireGil gil;
-    if (on_signal == OnSignal::kRaise && PyErr_CheckSignals() != 0) throw_python_error();
+    if (on_signal == OnSignal::kRaise) raise_signals();
     double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (waited < next_log) continue;
     next_log += kLogEverySeconds;
@@ -165,14 +162,9 @@ void start_threads() {
   for (auto* loop : {&launch_loop, &plan_loop}) {
     queue->num_running++;
     queue->handles.emplace_back([loop] {
-      {
-        QueueLock lock;
-        queue->threads.push_back(PyThread_get_thread_ident());
-      }
       loop();
       QueueLock lock;
       queue->num_running--;
-      std::erase(queue->threads, PyThread_get_thread_ident());
       queue->changed.notify_all();
     });
   }
@@ -385,14 +377,7 @@ int64_t queue_length() {
 void throttle() {
   if (queue_length() <= limits.max_in_flight) return;
   hurry_launcher();
-  SignalsDeferred deferred(SignalsDeferred::Before::kWait);
-  if (is_main_thread()) {
-    AcquireGil gil;
-    if (PyOS_InterruptOccurred()) {
-      PyErr_SetInterruptEx(SIGINT);
-      return;
-    }
-  }
+  SignalsDeferred deferred;
   wait_until(
       [] {
         return queue->is_stopping ||
@@ -406,7 +391,7 @@ void wait_ready(const BufferRef& buffer) {
   if (!is_pending()) return;
   auto launch_here = [&] {
     std::unique_lock<std::mutex> order(queue->order, std::try_to_lock);
-    while (order.owns_lock() && is_pending() && launch_quick_front()) {
+    while (order.owns_lock() && is_pending() && !has_deferred_signal() && launch_quick_front()) {
     }
   };
   if (PyGILState_Check()) {
@@ -469,70 +454,40 @@ void plan_failed(Plan& plan, PyObject* error) {
 
 namespace {
 
-// What is being launched or lowered gets half of the time to end before its Python code is told to.
-constexpr double kOfItself = 0.5;
 constexpr auto kIdlePatience = std::chrono::milliseconds(200);
-
-std::terminate_handler terminate_before = nullptr;
-
-// Once the interpreter ends, it ends each thread that asks for the GIL by unwinding its stack, which no C++ destructor
-// there survives: a thread that comes back from XLA would abort the process.  It sleeps instead.
-[[noreturn]] void sleep_where_ended() {
-  if (!is_main_thread() && !std::current_exception()) {
-    for (;;) pause();
-  }
-  if (terminate_before) terminate_before();
-  std::abort();
-}
 
 bool await_threads(Clock::time_point deadline) {
   std::unique_lock<std::mutex> lock(queue->mutex);
   return queue->changed.wait_until(lock, deadline, [] { return queue->num_running == 0; });
 }
 
-// Other threads get the time to come to the recorder, where they sleep.
-void await_sleep(int others, Clock::time_point deadline) {
+// Other threads get the time to come to the recorder, where they sleep; whether they have.
+bool await_sleep(int others, Clock::time_point deadline) {
   if (num_reading == 0) deadline = std::min(deadline, Clock::now() + kIdlePatience);
   while (num_asleep < others && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return num_asleep >= others;
 }
 
 }  // namespace
 
 bool shutdown(double seconds) {
-  auto after = [&](double part) {
-    return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(part * seconds));
-  };
-  auto half = after(kOfItself), deadline = after(1);
+  auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  int others = num_threads - (has_recorded() ? 1 : 0);
   {
     QueueLock lock;
-    queue->is_stopping = true;
     queue->stopper = std::this_thread::get_id();
+    process = Process::kEnds;  // first: a thread that finds the queue stopping sleeps
+    queue->is_stopping = true;
   }
-  int others = num_threads - (has_recorded() ? 1 : 0);
-  process = Process::kEnds;
-  terminate_before = std::set_terminate(&sleep_where_ended);
   queue->to_launch.notify_one();
   queue->to_plan.notify_one();
   queue->changed.notify_all();
-  bool have_ended;
-  {
-    ReleaseGil release;
-    have_ended = await_threads(half);
-  }
-  if (!have_ended) {
-    std::vector<unsigned long> threads;
-    {
-      QueueLock lock;
-      threads = queue->threads;
-    }
-    for (unsigned long thread : threads) PyThreadState_SetAsyncExc(thread, PyExc_SystemExit);
-  }
   ReleaseGil release;
-  have_ended = await_threads(deadline);
+  bool have_ended = await_threads(deadline);
   for (auto& thread : queue->handles) have_ended ? thread.join() : thread.detach();
   queue->handles.clear();
-  await_sleep(others, deadline);
-  return have_ended;
+  bool are_asleep = await_sleep(others, deadline);
+  return have_ended && are_asleep;
 }
 
 void exit_without_destructors() {

@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <csignal>
+#include <deque>
 #include <vector>
 
 #include "bind/bridge.h"
@@ -28,6 +29,40 @@ struct Replaced {
 };
 std::array<Replaced, NSIG> replaced;
 size_t num_replaced = 0;
+
+// What handlers have raised that the user has yet to get; of the main thread alone.
+std::deque<PyObject*>* held = new std::deque<PyObject*>();
+
+void hold_raised() {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  held->push_back(value);
+}
+
+// With a Python error set where something was held.
+bool set_held() {
+  if (held->empty()) return false;
+  PyObject* value = held->front();
+  held->pop_front();
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value)), value);
+  Py_DECREF(value);
+  return true;
+}
+
+// CPython calls this between two bytecodes, as it calls signal handlers.
+int raise_held(void*) {
+  if (is_deferring || !set_held()) return 0;  // where it is too early, it is asked for again
+  if (!held->empty()) Py_AddPendingCall(&raise_held, nullptr);
+  return -1;
+}
+
+void run_handlers() {
+  while (PyErr_CheckSignals() != 0) hold_raised();
+}
 
 // Sends a signal to Python once more.
 void deliver(int signal) {
@@ -135,25 +170,28 @@ void set_main_thread() {
 
 bool is_main_thread() { return PyThread_get_thread_ident() == main_thread.load(std::memory_order_relaxed); }
 
-bool has_deferred_signal() { return is_main_thread() && is_any_noted; }
+bool has_deferred_signal() { return is_main_thread() && (is_any_noted || !held->empty()); }
 
-SignalsDeferred::SignalsDeferred(Before before) {
+void raise_signals() {
+  if (!is_main_thread()) return;
+  if ((!is_deferring && set_held()) || PyErr_CheckSignals() != 0) throw_python_error();
+}
+
+SignalsDeferred::SignalsDeferred() {
   if (!is_main_thread() || is_deferring || !Py_IsInitialized()) return;
   AcquireGil gil;
-  if (before == Before::kRaise && PyErr_CheckSignals() != 0) throw_python_error();
+  pybind11::error_scope raised;  // where an error is on its way
+  run_handlers();
   replace_handlers();
+  run_handlers();  // those whose signals came just before
   is_outermost_ = true;
-  if (before == Before::kRaise && PyErr_CheckSignals() != 0) {  // one that came just before its handler was replaced
-    restore_handlers();
-    deliver_noted();
-    throw_python_error();
-  }
 }
 
 SignalsDeferred::~SignalsDeferred() {
   if (!is_outermost_) return;
   restore_handlers();
   deliver_noted();
+  if (!held->empty()) Py_AddPendingCall(&raise_held, nullptr);
 }
 
 }  // namespace torchtpu
