@@ -1,12 +1,13 @@
 """In: the C++ sources in runtime/csrc. Out: the one extension module, `torchtpu.runtime._C`.
 
 With TORCHTPU_SANITIZE=address,undefined or =thread in the environment, the compiler's sanitizers watch it, and it
-checks its locks; `tests/sanitize.py` builds it so in a copy and runs tests with it.  Everything else about the package
-is in pyproject.toml.
+checks its locks; `tests/sanitize.py` builds it so in a copy and runs tests with it.  That build is one compilation of
+all sources: torch's headers cost more than they do.  Everything else about the package is in pyproject.toml.
 """
 
 import os
 from glob import glob
+from pathlib import Path
 
 from setuptools import setup
 
@@ -15,6 +16,7 @@ os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
+SOURCES = sorted(glob("runtime/csrc/*/*.cpp"))
 SANITIZERS = os.environ.get("TORCHTPU_SANITIZE", "")
 
 
@@ -32,12 +34,23 @@ class Build(BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.build_temp = os.path.abspath("build/" + (SANITIZERS.replace(",", "-") or "objects"))
+        self.build_temp = os.path.abspath(BUILD)
 
 
+def in_one_source() -> list[str]:
+    """One source that includes the others; written only where it changes, so that a build that is there stays."""
+    path = Path(BUILD, "all.cpp")
+    text = "".join(f'#include "{os.path.abspath(source)}"\n' for source in SOURCES)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return [str(path)]
+
+
+BUILD = "build/" + (SANITIZERS.replace(",", "-") or "objects")
 if SANITIZERS:
     sanitize = [f"-fsanitize={SANITIZERS}", "-fno-sanitize=vptr"]  # torch's type information is hidden from vptr
-    compile_args = ["-O1", "-g", "-fno-omit-frame-pointer", "-DTORCHTPU_CHECKS_LOCKS", *sanitize]
+    compile_args = ["-O0", "-g1", "-fno-omit-frame-pointer", "-DTORCHTPU_CHECKS_LOCKS", *sanitize]
     link_args = sanitize
 else:
     # Python's own flags often ask for -g, which would make the library 50 times larger.
@@ -48,8 +61,8 @@ setup(
     ext_modules=[
         CppExtension(
             "torchtpu.runtime._C",
-            sources=sorted(glob("runtime/csrc/*/*.cpp")),
-            depends=sorted(glob("runtime/csrc/*/*.h")),
+            sources=in_one_source() if SANITIZERS else SOURCES,
+            depends=SOURCES + sorted(glob("runtime/csrc/*/*.h")),
             include_dirs=[os.path.abspath("runtime/csrc")],
             extra_compile_args=[*compile_args, "-std=c++20", "-fvisibility=hidden"],
             extra_link_args=link_args,

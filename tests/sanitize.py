@@ -38,8 +38,8 @@ def runtimes(sanitizers: str) -> list[str] | None:
 
 
 def build(sanitizers: str) -> Path:
-    """A folder with the package and the extension under the sanitizers."""
-    base = ROOT / "build" / f"{sanitizers.replace(',', '-')}"
+    """A folder like the checkout, in which the package has the extension under the sanitizers."""
+    base = ROOT / "build" / sanitizers.replace(",", "-")
     lib = base / "lib"
     subprocess.run(
         [sys.executable, "setup.py", "-q", "build", f"--build-base={base}", f"--build-lib={lib}"],
@@ -47,6 +47,9 @@ def build(sanitizers: str) -> Path:
         env={**os.environ, "TORCHTPU_SANITIZE": sanitizers},
         check=True,
     )
+    for name in ("tests", "benchmarks", "examples", "docs", "pyproject.toml"):
+        if not (lib / name).exists():
+            (lib / name).symlink_to(ROOT / name)
     return lib
 
 
@@ -73,7 +76,7 @@ def run(sanitizers: str, arguments: list[str]) -> tuple[int, str]:
     with tempfile.TemporaryDirectory(prefix="torchtpu-sanitize-") as folder:
         reports = Path(folder, "report")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=environment(sanitizers, lib, reports), check=False)
+        done = subprocess.run(command, cwd=lib, env=environment(sanitizers, lib, reports), check=False)
         return done.returncode, "".join(path.read_text(errors="replace") for path in sorted(Path(folder).iterdir()))
 
 

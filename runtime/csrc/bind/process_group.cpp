@@ -41,10 +41,10 @@ py::object guarded(const py::object& object, const char* name, const Args&... ar
 }
 
 // One call on tensors of the device: `call` is the Python object that knows what became of it.
-class Work final : public c10d::Work {
+class CallWork final : public c10d::Work {
  public:
-  explicit Work(py::object call) : call_(std::move(call)) {}
-  ~Work() override { release(call_); }
+  explicit CallWork(py::object call) : call_(std::move(call)) {}
+  ~CallWork() override { release(call_); }
 
   bool isCompleted() override { return ask<bool>("is_completed"); }
   bool isSuccess() const override { return ask<bool>("is_success"); }
@@ -158,7 +158,7 @@ class Backend final : public c10d::Backend {
     AcquireGil gil;
     py::object made = guarded(group_, name, args...);
     if (py::isinstance<c10d::Work>(made)) return made.cast<WorkPtr>();  // tensors of the CPU
-    return c10::make_intrusive<Work>(std::move(made));
+    return c10::make_intrusive<CallWork>(std::move(made));
   }
   template <class... Args>
   WorkPtr counted(const char* name, const Args&... args) {
