@@ -448,7 +448,8 @@ def test_checks_and_failed_inputs_reach_only_the_outputs_that_depend_on_them(eng
     executable = compile_(engine, program)
 
     def launch(*inputs: Any) -> Work:
-        work = Work(executable, [v if isinstance(v, Exception) else engine.upload(v, 0) for v in inputs])
+        given = [v if isinstance(v, Exception) else engine.upload(v, 0) for v in inputs]
+        work = Work(executable, given, program=program)
         engine.launch(work)
         assert work.error is None
         return work
@@ -555,7 +556,8 @@ def test_a_launch_over_the_memory_limit_says_what_it_needs() -> None:
     with Record() as record:
         y = torch.neg(record.input(torch.zeros(180)))
     largest = r"its largest result: float32\[180\], 720 B, of aten::neg at test.py:2"
-    said = rf"region recorded at test.py:1 \({largest}\) needs 720 B more, 720 B of 1.00 kB are in use"
+    place = rf"region recorded at test.py:1 \(from aten::neg at test.py:2 on; {largest}\)"
+    said = rf"{place} needs 720 B more, 720 B of 1.00 kB are in use"
     with pytest.raises(torch.OutOfMemoryError, match=said):
         run(engine, record.program(y), record.inputs)
     engine.close()

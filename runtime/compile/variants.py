@@ -216,12 +216,15 @@ class RegionForms:
             found = [(program, plans.under(plan, options)) for program, plan in found]
         builds = [builder.submit(program, plan, device, is_needed_now=is_needed_now) for program, plan in found]
 
+        def fail(about: About, error: BaseException) -> None:
+            made.set_exception(UnbuiltError(about, error))
+
         def tell() -> None:
             flown = list(builds)
             builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
             executables: dict[int, Executable] = {}
             for build in flown:
-                with failing(lambda error, build=build: made.set_exception(UnbuiltError(build.about, error))):
+                with failing(functools.partial(fail, build.about)):
                     executables[id(build.program)] = builder.executable(build, device)
                 if made.done():
                     return

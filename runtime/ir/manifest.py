@@ -230,7 +230,7 @@ class _Decoder:
             return None
         counts, bounds, reads, made = _content(value, "Padding", 4)
         numbers = tuple([self._lifted(*_content(count, "Lifted", 2)) for count in items(counts, most=_MOST_VARIABLES)])
-        limits = tuple([integers(bound, count=3) for bound in items(bounds, len(numbers))])
+        limits = tuple([_bound(*integers(bound, count=3)) for bound in items(bounds, len(numbers))])
         return Padding(numbers, limits, tuple(map(_part, items(reads))), tuple(map(_part, items(made))))
 
     def _argument(self, value: Any) -> Any:
@@ -343,6 +343,10 @@ def _content(value: Any, name: str, count: int) -> list[Any]:
     if found != name:
         raise ValueError(f"a {name} was expected")
     return items(content, count)
+
+
+def _bound(least: int, most: int, length: int) -> tuple[int, int, int]:
+    return least, most, length
 
 
 def _part(value: Any) -> Part | None:

@@ -481,7 +481,8 @@ class Layouts:
         with self._lock:
             known = self._templates.setdefault(shared, [])
             error: Exception = Refused("no other sizes of it are known")
-            for make in (*(functools.partial(_same, t) for t in known), *self._makers(program, shared, slots, others)):
+            makers: list[Callable[[], Any]] = [functools.partial(_same, template) for template in known]
+            for make in (*makers, *self._makers(program, shared, slots, others)):
                 try:
                     template = make()
                     padded = template.pad(program, slots)
@@ -595,7 +596,8 @@ class _Maker:
             raise Refused(f"a number that changes: an argument of {op.name}")
         if not any(made.reads) and not any(parts) and not made.names:
             return replace(op, args=args, results=results, writes=writes)
-        bounds = tuple(tuple(self._bounds[name]) for name in made.names)
+        found = (self._bounds[name] for name in made.names)
+        bounds = tuple((bound.least, bound.most, bound.room) for bound in found)
         counts = tuple(self.number(Size(((1, ((name, 0),)),))) for name in made.names)
         padding = Padding(counts, bounds, tuple(made.reads), parts)
         return replace(op, args=args, results=results, writes=writes, padding=padding)
@@ -664,7 +666,7 @@ class _PaddedOp:
                 return replace(given, value=self._maker.number(outlined.value))
             if is_number:
                 return self._maker.number(outlined.value)
-            return Symbolic(self.text(outlined.value))
+            return Symbolic(str(self.text(outlined.value)))
         return given
 
     def part(self, view: _View) -> Part:

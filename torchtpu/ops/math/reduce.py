@@ -146,7 +146,7 @@ def _position(function: Any, x: Any, dim: int | None, keepdim: bool) -> Any:
 def _spread(op: Any) -> Any:
     """The op's own inference, which takes integers as the op itself does not."""
 
-    def infer(self: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    def infer(self: torch.Tensor, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
         if not (self.is_floating_point() or self.is_complex()):
             raise RuntimeError("std and var only support floating point and complex dtypes")
         return op(self, dim, correction=correction, keepdim=keepdim)
