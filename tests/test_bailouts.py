@@ -62,7 +62,7 @@ def test_a_rule_that_raises_leaves_sizes_as_they_are(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(startup.engine()._layouts, "pad", fails)
     for mine, theirs in zip(lengthening("tpu"), lengthening("cpu"), strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert any("ZeroDivisionError" in cause or "by zero" in cause for cause in metrics.snapshot()["regions_not_padded"])
+    assert any("planted" in cause for cause in metrics.snapshot()["regions_not_padded"])
 
 
 @pytest.mark.bailouts("padding")
@@ -93,7 +93,8 @@ def test_a_region_whose_clusters_are_not_compiled_is_compiled_whole(monkeypatch:
 @pytest.mark.bailouts("clusters")
 def test_a_region_that_is_not_split_where_its_sizes_change_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ends_of_runs", fails)
-    check(lambda device: [torch.ones(n, 4, device=device).mean(0).cpu() for n in range(3, 8)], "clusters")
+    spectrum = lambda x: torch.fft.rfft(x, dim=0).abs().sum(0)  # has no rule for padded arrays
+    check(lambda device: [spectrum(torch.ones(n, 4, device=device)).cpu() for n in range(3, 8)], "clusters")
 
 
 @pytest.mark.bailouts("fences", "lists", "repetitions")

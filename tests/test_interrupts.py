@@ -39,10 +39,10 @@ def test_ctrl_c_ends_a_wait_and_the_value_can_be_read_later() -> None:
         try:
             value.sum().item()
         except KeyboardInterrupt:
-            print("interrupted", time.monotonic() - started < 2)
+            print("interrupted", time.monotonic() - started < 5)
         timer.join()
 
-    slow(2.5)
+    slow(6)
     y = x * 3 + 1
     interrupted(y)                       # while it is compiled
     print(y.tolist())
