@@ -279,3 +279,10 @@ def test_sorting_refuses_a_dimension_that_is_not_there(call: Any) -> None:
 def test_variance_of_integers_is_refused(op: Any, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="std and var only support floating point and complex dtypes"):
         op(torch.ones(3, 4, dtype=dtype, device="tpu"), 0)
+
+
+def test_scatter_into_a_number_takes_the_first_of_a_longer_source() -> None:
+    source = torch.tensor([7, 8, 9])
+    for number in (torch.tensor(3), torch.tensor(3, device="tpu")):
+        index = torch.tensor([0], device=number.device)
+        assert number.scatter(-1, index, source.to(number.device)).item() == 7

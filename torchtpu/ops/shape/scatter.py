@@ -39,7 +39,7 @@ def _scattered(ctx: Context, how: str, x: Any, dim: int, index: Any, source: Any
     dim %= rows.ndim
     checked(ctx, index, rows.shape[dim], out_of_bounds(dim, rows.shape[dim]), RuntimeError)
     source = jnp.asarray(source).astype(x.dtype)
-    source = source.reshape(1) if x.ndim == 0 else source
+    source = source.reshape(-1)[:1] if x.ndim == 0 else source
     source = source[tuple(map(slice, index.shape))] if source.ndim else jnp.broadcast_to(source, index.shape)
     where = tuple(index if d == dim else _iota(index, d) for d in range(rows.ndim))
     return _reduced(how, rows, where, source, include_self).reshape(x.shape)
