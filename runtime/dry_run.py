@@ -13,6 +13,7 @@ import torch
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.manifest import Journal, Outcome
 from torchtpu.runtime.ir.program import Base, Program
+from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.padding.layout import Layouts, Refused
 from torchtpu.runtime.partition.split import ends_of_runs, split
 from torchtpu.runtime.spmd.groups import ordered, split_by_group
@@ -49,10 +50,11 @@ class Rehearsal:
         counters: Counters,
         line: Any,
         collectives: Collectives,
+        is_special: IsStructural,
         *,
         answers: bool,
     ) -> None:
-        self._layouts = Layouts()
+        self._layouts = Layouts(is_special)
         self._collectives = collectives
         self.counters = counters
         self._journal = journal

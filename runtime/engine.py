@@ -60,7 +60,8 @@ class Engine:
     `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors (see `Memory`). A
     `journal` hears of every program and of what became of it; `observers`, a list that may change, hear of each program
     and launch, `planned` of each region's program.
-    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means.
+    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
+    `is_special` which of them do so as single values.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Engine:
         planned: Callable[[Program], Any] = lambda program: None,
         collectives: Collectives | None = None,
         is_structural: IsStructural = lambda *_: False,
+        is_special: IsStructural = lambda *_: False,
         fleet: Fleet | None = None,
     ) -> None:
         self._observers = observers
@@ -129,7 +131,7 @@ class Engine:
             return Recovery(self.fragments, counters, self._builder.executables, launch, may_run_again)
 
         self._executor = Executor(self.client, counters, knob, memory, fitting, recovery, observers)
-        self._layouts = Layouts()
+        self._layouts = Layouts(is_special)
         # What runs a padded program, while some size of it is known.
         self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.launch

@@ -424,3 +424,13 @@ def test_random_programs_that_grow_compute_what_the_cpu_computes(seed: int) -> N
 @pytest.mark.parametrize("seed", range(8, 200))
 def test_many_random_programs_that_grow_compute_what_the_cpu_computes(seed: int) -> None:
     check_chain(seed)
+
+
+def test_a_number_that_changes_what_an_op_means_is_no_size() -> None:
+    numbers = torch.tensor([complex(a, b) for a in (1.0, float("inf"), float("nan")) for b in (0.0, float("inf"))])
+
+    def loop(device: str) -> list[Tensor]:
+        return [torch.view_as_real(numbers.to(device).pow(k)).cpu() for k in (-2, -1, 0, 1, 2, 3)]
+
+    for mine, theirs in zip(loop("tpu"), loop("cpu"), strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)

@@ -333,7 +333,7 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         if journal is None:
             raise RuntimeError("TORCHTPU_READS is for `torchtpu warm`, which collects programs: use its option --reads")
         answers = config.get("reads") == "standin"
-        return Rehearsal(journal, lazy.counters, _C.current_line, collectives, answers=answers)
+        return Rehearsal(journal, lazy.counters, _C.current_line, collectives, _is_special, answers=answers)
     lazy.recompilations = Recompilations()
     return Engine(
         platform=platform(),
@@ -352,6 +352,7 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         planned=lazy.recompilations.note,
         collectives=collectives,
         is_structural=_is_structural,
+        is_special=_is_special,
         fleet=fleet,
     )
 
@@ -361,6 +362,12 @@ def _is_structural(op: str, argument: str, value: float) -> bool:
 
     values = find(_lazy.served.get(op, op)).structural.get(argument, ())
     return values is None or value in values
+
+
+def _is_special(op: str, argument: str, value: float) -> bool:
+    from torchtpu.ops.registry import find
+
+    return value in (find(_lazy.served.get(op, op)).structural.get(argument) or ())
 
 
 def _start_in_fleet(fleet: Fleet) -> int | None:

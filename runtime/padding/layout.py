@@ -40,7 +40,8 @@ from torchtpu.runtime.ir.program import (
     Symbolic,
     Write,
 )
-from torchtpu.runtime.ir.values import operands
+from torchtpu.runtime.ir.scalar_lifting import IsStructural
+from torchtpu.runtime.ir.values import bases_of, operands
 from torchtpu.runtime.lowering.strided_access import find_box
 
 _LEAST_ROOM = 32
@@ -190,22 +191,30 @@ class Outline(NamedTuple):
     about: tuple[Any, ...]
 
 
-def outline(program: Program, slot: Callable[[int], Leaf]) -> Outline:
-    """The program's outline, each slot in turn replaced by what `slot` makes of it; Refused where a view has none."""
+def outline(program: Program, slot: Callable[[int], Leaf], is_special: IsStructural) -> Outline:
+    """The program's outline, each slot in turn replaced by what `slot` makes of it; Refused where a view has none.
+
+    A number that changes what its op means, as 2 does for `pow`, is no slot.
+    """
     inputs = tuple(tuple(map(slot, base.shape)) for base in program.inputs)
-    calls = tuple(_call(op, slot) for op in program.ops)
+    calls = tuple(_call(op, slot, is_special) for op in program.ops)
     dtypes = tuple(base.dtype for base in program.inputs)
     return Outline(inputs, calls, (dtypes, program.outputs, program.donated, program.floats, program.ints))
 
 
-def slots_of(program: Program) -> tuple[Outline, list[int]]:
+def slots_of(program: Program, is_special: IsStructural) -> tuple[Outline, list[int]]:
     """What programs of the same ops have in common, and the slots in which they differ."""
     slots: list[int] = []
-    return outline(program, slots.append), slots
+    return outline(program, slots.append, is_special), slots
 
 
-def _call(op: Op, slot: Callable[[int], Leaf]) -> _Call:
-    args = tuple(_argument(argument, slot) for argument in op.args)
+def _call(op: Op, slot: Callable[[int], Leaf], is_special: IsStructural) -> _Call:
+    names = [argument.name for argument in schema_of(op.name).arguments]
+
+    def is_kept(place: int) -> Callable[[int], bool]:
+        return functools.partial(is_special, op.name, names[place] if place < len(names) else "")
+
+    args = tuple(_argument(argument, slot, is_kept(place)) for place, argument in enumerate(op.args))
     made = tuple(
         _view(m.base, m.sizes, m.strides, getattr(m, "offset", 0), slot, (m.value, m.dtype)) for m in results_of(op)
     )
@@ -214,17 +223,17 @@ def _call(op: Op, slot: Callable[[int], Leaf]) -> _Call:
     return _Call(op.name, op.precision, args, made, (kinds, writes))
 
 
-def _argument(given: Any, slot: Callable[[int], Leaf]) -> Any:
+def _argument(given: Any, slot: Callable[[int], Leaf], is_kept: Callable[[int], bool]) -> Any:
     kind = type(given)
     if kind is Operand:
         about = given.value, given.dtype
         return _view(given.base, given.sizes, given.strides, given.offset, slot, about, is_zero=given.value is None)
     if kind is tuple or kind is list:
-        return tuple(_argument(item, slot) for item in given)
-    if kind is int:
+        return tuple(_argument(item, slot, is_kept) for item in given)
+    if kind is int and not is_kept(given):
         return _Number(slot(given), ())
     if kind is Scalar:
-        if type(given.value) is int:
+        if type(given.value) is int and not is_kept(given.value):
             return _Number(slot(given.value), (given.dtype, given.wrapped))
         return ("scalar", repr(given.value), given.dtype, given.wrapped)
     return (kind.__name__, repr(given))
@@ -361,8 +370,9 @@ class Padded:
 class Template:
     """The form that programs of one outline have in common. Raises Refused where they have none."""
 
-    def __init__(self, shared: Outline, samples: Sequence[Sequence[int]]) -> None:
+    def __init__(self, shared: Outline, is_special: IsStructural, samples: Sequence[Sequence[int]]) -> None:
         self._shared = shared
+        self._is_special = is_special
         fit = _Fit(len(samples))
         inputs = sum(map(len, shared.inputs))
         self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(zip(*samples, strict=True))]
@@ -400,7 +410,7 @@ class Template:
 
     def _outline(self, program: Program) -> Outline:
         slots = iter(self._slots)
-        return outline(program, lambda _: next(slots))
+        return outline(program, lambda _: next(slots), self._is_special)
 
     def _longest(self, name: str) -> int:
         """By how many elements a size is longer than the variable, where they share their room."""
@@ -462,7 +472,8 @@ def _is_bucket(size: int) -> bool:
 class Layouts:
     """The templates, and the programs that they are made of. Methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_special: IsStructural) -> None:
+        self._is_special = is_special
         self._lock = threading.Lock()  # guards what follows
         self._recent: deque[Program] = deque()
         self._templates: dict[Outline, list[Template]] = {}
@@ -477,7 +488,7 @@ class Layouts:
     def pad(self, program: Program, others: Sequence[Program], check: Callable[[Padded], None]) -> Padded:
         """The padded form of a program, as programs of the same ops had it, or as these, and those of the same ops that
         were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
-        shared, slots = slots_of(program)
+        shared, slots = slots_of(program, self._is_special)
         with self._lock:
             known = self._templates.setdefault(shared, [])
             error: Exception = Refused("no other sizes of it are known")
@@ -500,26 +511,32 @@ class Layouts:
         self, program: Program, shared: Outline, slots: list[int], others: Sequence[Program]
     ) -> Iterator[Callable[[], Template]]:
         """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
-        samples = [slots]
+        samples, shapes = [slots], [_shapes(program)]
         for other in [*others, *reversed(self._recent)]:
             if len(samples) < _MOST_SAMPLES and _has_same_ops(other, program):
-                outlined, found = _slots_of_other(other)
+                outlined, found = self._slots_of_other(other)
                 if outlined == shared and found not in samples:
                     samples.append(found)
+                    shapes.append(_shapes(other))
         for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES))):
-            if count > 1:
-                yield functools.partial(Template, shared, samples[:count])
+            if any(shape != shapes[0] for shape in shapes[:count]):  # else numbers change, and no size
+                yield functools.partial(Template, shared, self._is_special, samples[:count])
+
+    def _slots_of_other(self, program: Program) -> tuple[Outline | None, list[int]]:
+        try:
+            return slots_of(program, self._is_special)
+        except Refused:
+            return None, []
 
 
 def _same(template: Template) -> Template:
     return template
 
 
-def _slots_of_other(program: Program) -> tuple[Outline | None, list[int]]:
-    try:
-        return slots_of(program)
-    except Refused:
-        return None, []
+def _shapes(program: Program) -> list[tuple[int, ...]]:
+    """The shapes of all arrays, and of what is read of them."""
+    read = [operand.sizes for op in program.ops for operand in operands(op)]
+    return [*read, *(base.shape for base in bases_of(program).values())]
 
 
 def _has_same_ops(one: Program, other: Program) -> bool:
