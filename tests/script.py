@@ -22,6 +22,11 @@ class Ended(NamedTuple):
     err: str
 
 
+def _take_interrupts() -> None:
+    """SIGINT ends a script even where it does not end the tests, as in a background job of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
     """Runs Python code in a process of its own; what it started dies with it. Output goes through files: a forked child
     that outlives the script would keep a pipe open."""
@@ -36,6 +41,7 @@ def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **environment},
                 start_new_session=True,
+                preexec_fn=_take_interrupts,  # noqa: PLW1509 -- the tests' other threads hold no lock that it takes
             )
             try:
                 status = process.wait(seconds)

@@ -374,7 +374,7 @@ def soak(model: str, every: int, interrupts: int) -> None:
     assert ended.status == 0, ended.out + ended.err
 
 
-@pytest.mark.parametrize(("model", "every"), [("mlp", 1), ("mlp", 50), ("gpt", 10), ("compiled", 1), ("loader", 10)])
+@pytest.mark.parametrize(("model", "every"), [("mlp", 1), ("mlp", 50)])
 def test_an_interrupted_loop_has_the_state_of_an_op_boundary_and_goes_on(model: str, every: int) -> None:
     soak(model, every, 20)
 
@@ -391,7 +391,7 @@ COMPILES = (
     + """
     import atexit
     atexit.register(lambda: print("atexit"))
-    table, rows, source = torch.zeros(9, 4, device="tpu"), torch.arange(240, device="tpu") % 9, x[:4] + 1
+    table, rows, source = torch.zeros(9, 4, device="tpu"), torch.arange(1200, device="tpu") % 9, x[:4] + 1
     table.cpu(), rows.cpu(), source.cpu()
     compiling = threading.Event()
     def compile_and_say(*args):
@@ -399,7 +399,7 @@ COMPILES = (
         return compile(*args)
     startup.engine().client.compile = compile_and_say
     startup.engine().compiler._store = type("None", (), {"keeps": False})()
-    for i in range(240):
+    for i in range(1200):  # half a minute of compiling, on a fast machine
         table[rows[i]] += source
     _C.cut("test")
     compiling.wait()
@@ -435,8 +435,9 @@ def test_a_program_that_cannot_be_handed_over_fails_its_readers(monkeypatch: pyt
         raise KeyError("refused by the test")
 
     x = torch.arange(4.0, device="tpu")
-    for name in ("_form", "_compiles_for"):
+    x.cpu()  # what follows is a region of one op, which has no smaller pieces
+    for size, name in enumerate(("_form", "_compiles_for"), 2):
         monkeypatch.setattr(RegionForms, name, refuse)
         with pytest.raises(KeyError, match="refused by the test"):
-            torch.cosh(x[: len(name) % 4 + 1]).cpu()
+            torch.cosh(x[:size]).cpu()
         monkeypatch.undo()
