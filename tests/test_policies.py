@@ -90,6 +90,7 @@ SERVED = (
 )
 
 
+@pytest.mark.xfail(strict=True, reason="a frozen process does not find padded programs that another one made")
 @pytest.mark.parametrize("requests", [60, pytest.param(10_000, marks=pytest.mark.full)])
 def test_serving_frozen_from_a_manifest_compiles_and_loads_nothing(tmp_path: Path, requests: int) -> None:
     cache, journal, manifest = tmp_path / "cache", tmp_path / "journal", tmp_path / "programs.jsonl"
