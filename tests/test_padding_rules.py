@@ -221,7 +221,7 @@ def check_case(name: str, sizes: tuple[int, ...]) -> None:
             check(function, arrays, axes)
 
 
-@pytest.mark.parametrize(("name", "sizes"), cases(0))
+@pytest.mark.parametrize(("name", "sizes"), list(cases(0)))
 def test_a_rule_reads_nothing_but_what_counts(name: str, sizes: tuple[int, ...]) -> None:
     check_case(name, sizes)
 
