@@ -215,7 +215,7 @@ class Engine:
         if padded is not None:
             if (padded.program, device) not in self._padded:
                 with self.counters.bailouts.attempt("note of sizes", program.line):
-                    self.plans.note_outgrown(before.program)
+                    self.plans.note_samples(padded.samples)
             yield "padding", functools.partial(self._with_padding, padded, device)
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
@@ -229,10 +229,10 @@ class Engine:
             yield "clusters", functools.partial(self._form, program, parts, device)
         yield "", functools.partial(self._form, program, None, device)
         if self._knob("policy") == "frozen":
-            outgrown = self.plans.outgrown(program)
-            padded = self._pad(program, outgrown) if outgrown else None
-            if padded is not None:
-                yield "padding", functools.partial(self._with_padding, padded, device)
+            for samples in self.plans.samples(program):
+                padded = self._pad(program, samples, alone=True)
+                if padded is not None:
+                    yield "padding", functools.partial(self._with_padding, padded, device)
 
     def _form(self, program: Program, clusters: Clusters | None, device: int) -> Future[Any]:
         """A program as it is."""
@@ -263,8 +263,9 @@ class Engine:
     def _clusters(self, program: Program) -> Clusters | None:
         return self.plans.clusters(program) if self._knob("clusters") else None
 
-    def _pad(self, program: Program, others: Sequence[Program]) -> Padded | None:
-        """The program padded, with other sizes of it in view; None where it is better left as it is."""
+    def _pad(self, program: Program, others: Sequence[Program], *, alone: bool = False) -> Padded | None:
+        """The program padded, with other sizes of it in view, or as those alone made it elsewhere; None where it is
+        better left as it is."""
         if self._knob("debug_nans") != "off":  # what does not count may be NaN
             return None
 
@@ -274,7 +275,7 @@ class Engine:
                 check_unequal(op, fragment.unequal, padded.numbers, program.ints)
 
         try:
-            padded = self._layouts.pad(program, others, check)
+            padded = (self._layouts.pad_as if alone else self._layouts.pad)(program, others, check)
         except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
             self._refuse(program, error)
             return None

@@ -47,7 +47,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 
 _EMISSION = (lower.__module__, key_of.__module__)
 _SEARCH = (search.__module__,)
-_MOST_OUTGROWN = 16  # of one skeleton
+_MOST_FORMS = 16  # of one skeleton
 _FIELDS = ("program", "calls_lapack", "checks", "kinds", "sources", "offsets")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64} \([0-9]{1,20} bytes\)")
 
@@ -134,22 +134,23 @@ class Plans:
             self._store.put(key, _encode_places(places), {"line": program.line, "ops": len(program.ops)})
         return cut_out(program, ops, places) if places else None
 
-    def note_outgrown(self, before: Program) -> None:
-        """Keeps a program whose sizes grew."""
-        key, known = self._key_of_skeleton(before), self.outgrown(before)
-        if key is not None and before not in known and len(known) < _MOST_OUTGROWN:
-            data = json.dumps([encode(p) for p in (*known, before)], separators=(",", ":"))
-            self._store.put(key, data.encode("ascii"), {"line": before.line, "ops": len(before.ops)})
+    def note_samples(self, samples: tuple[Program, ...]) -> None:
+        """Keeps what a padded form was made of."""
+        first = samples[0]
+        key, known = self._key_of_skeleton(first), self.samples(first)
+        if key is not None and samples not in known and len(known) < _MOST_FORMS:
+            data = json.dumps([list(map(encode, group)) for group in (*known, samples)], separators=(",", ":"))
+            self._store.put(key, data.encode("ascii"), {"line": first.line, "ops": len(first.ops)})
 
-    def outgrown(self, program: Program) -> list[Program]:
-        """Programs of the same ops whose sizes have grown, in this process or another."""
+    def samples(self, program: Program) -> list[tuple[Program, ...]]:
+        """What each padded form of programs of the same ops was made of, in this process or another."""
         key = self._key_of_skeleton(program)
-        return [] if key is None else self._store.load(key, _decode_outgrown) or []
+        return [] if key is None else self._store.load(key, _decode_samples) or []
 
     def _key_of_skeleton(self, program: Program) -> Key | None:
         if not self._store.keeps:
             return None
-        return Key.of("growth", {"skeleton": skeleton(program), "format": FORMAT})
+        return Key.of("padding", {"skeleton": skeleton(program), "format": FORMAT})
 
     def _is_usual(self) -> bool:
         """Whether programs check no more than their ops do: what is only to find a NaN is not kept."""
@@ -267,8 +268,11 @@ def _check(program: Program, count: int, message: Any, module: Any, name: Any, p
     return Check(text(message), error_class(module, name), op.name, op.line, place, bits(sources, count))
 
 
-def _decode_outgrown(data: bytes) -> list[Program]:
-    return [decode(program) for program in items(parsed(data), most=_MOST_OUTGROWN)]
+def _decode_samples(data: bytes) -> list[tuple[Program, ...]]:
+    groups = [tuple(map(decode, items(group))) for group in items(parsed(data), most=_MOST_FORMS)]
+    if not all(groups):
+        raise ValueError("a form that is made of nothing")
+    return groups
 
 
 def _encode_places(places: Places | None) -> bytes:

@@ -16,13 +16,14 @@ What an op makes of longer arrays is the business of `evaluate`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -359,20 +360,25 @@ def _line(name: str, values: Sequence[int], column: Sequence[int]) -> Size | Non
 @dataclass(frozen=True, slots=True)
 class Padded:
     """A program of longer arrays. After its own run-time ints it takes `numbers`; `inputs` and `outputs` are the
-    shapes that count, by place, of the arrays that are longer."""
+    shapes that count, by place, of the arrays that are longer. Its form is what the programs `samples` have in common.
+    """
 
     program: Program
     numbers: tuple[int, ...]
     inputs: Mapping[int, tuple[int, ...]]
     outputs: Mapping[int, tuple[int, ...]]
+    samples: tuple[Program, ...]
 
 
 class Template:
     """The form that programs of one outline have in common. Raises Refused where they have none."""
 
-    def __init__(self, shared: Outline, is_special: IsStructural, samples: Sequence[Sequence[int]]) -> None:
+    def __init__(self, shared: Outline, is_special: IsStructural, samples: Mapping[tuple[int, ...], Program]) -> None:
         self._shared = shared
         self._is_special = is_special
+        self._samples = tuple(samples.values())
+        if len({_shapes(program) for program in self._samples}) < 2:
+            raise Refused("numbers change, and no size")
         fit = _Fit(len(samples))
         inputs = sum(map(len, shared.inputs))
         self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(zip(*samples, strict=True))]
@@ -406,7 +412,8 @@ class Template:
         shapes = {~i: base.shape for i, base in enumerate(program.inputs)}
         shapes.update((m.value, m.base.shape) for op in program.ops for m in results_of(op))
         outputs = {k: shapes[program.outputs[k]] for k in made.outputs}
-        return Padded(made.program, tuple(size.value(values) for size in made.numbers), inputs, outputs)
+        numbers = tuple(size.value(values) for size in made.numbers)
+        return Padded(made.program, numbers, inputs, outputs, self._samples)
 
     def _outline(self, program: Program) -> Outline:
         slots = iter(self._slots)
@@ -507,40 +514,44 @@ class Layouts:
                 del self._templates[next(iter(self._templates))]
             raise error
 
+    def pad_as(self, program: Program, samples: Sequence[Program], check: Callable[[Padded], None]) -> Padded:
+        """The padded form of a program that another process made of these samples; raises Refused, or what `check`
+        raises."""
+        shared, slots = slots_of(program, self._is_special)
+        padded = Template(shared, self._is_special, self._samples(shared, {}, samples)).pad(program, slots)
+        check(padded)
+        return padded
+
     def _makers(
         self, program: Program, shared: Outline, slots: list[int], others: Sequence[Program]
     ) -> Iterator[Callable[[], Template]]:
         """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
-        samples, shapes = [slots], [_shapes(program)]
-        for other in [*others, *reversed(self._recent)]:
-            if len(samples) < _MOST_SAMPLES and _has_same_ops(other, program):
-                outlined, found = self._slots_of_other(other)
-                if outlined == shared and found not in samples:
-                    samples.append(found)
-                    shapes.append(_shapes(other))
+        samples = self._samples(shared, {tuple(slots): program}, [*others, *reversed(self._recent)])
         for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES))):
-            if any(shape != shapes[0] for shape in shapes[:count]):  # else numbers change, and no size
-                yield functools.partial(Template, shared, self._is_special, samples[:count])
+            yield functools.partial(Template, shared, self._is_special, dict(itertools.islice(samples.items(), count)))
 
-    def _slots_of_other(self, program: Program) -> tuple[Outline | None, list[int]]:
-        try:
-            return slots_of(program, self._is_special)
-        except Refused:
-            return None, []
+    def _samples(
+        self, shared: Outline, first: Mapping[tuple[int, ...], Program], others: Iterable[Program]
+    ) -> dict[tuple[int, ...], Program]:
+        """The first ones, and others of this outline with other slots, each with its slots."""
+        samples, names = dict(first), [call.name for call in shared.calls]
+        for other in others:
+            if len(samples) < _MOST_SAMPLES and [op.name for op in other.ops] == names:
+                with contextlib.suppress(Refused):
+                    outlined, found = slots_of(other, self._is_special)
+                    if outlined == shared:
+                        samples.setdefault(tuple(found), other)
+        return samples
 
 
 def _same(template: Template) -> Template:
     return template
 
 
-def _shapes(program: Program) -> list[tuple[int, ...]]:
+def _shapes(program: Program) -> tuple[tuple[int, ...], ...]:
     """The shapes of all arrays, and of what is read of them."""
     read = [operand.sizes for op in program.ops for operand in operands(op)]
-    return [*read, *(base.shape for base in bases_of(program).values())]
-
-
-def _has_same_ops(one: Program, other: Program) -> bool:
-    return len(one.ops) == len(other.ops) and all(a.name == b.name for a, b in zip(one.ops, other.ops, strict=True))
+    return (*read, *(base.shape for base in bases_of(program).values()))
 
 
 def skeleton(program: Program) -> str:
