@@ -85,8 +85,18 @@ def test_safetensors_round_trip(tmp_path):
     x = torch.arange(4.0, device="tpu")
     safetensors.save_file({"x": x}, tmp_path / "x.safetensors")
     assert torch.equal(safetensors.load_file(tmp_path / "x.safetensors", device="cpu")["x"], x.cpu())
-    # safetensors knows the names of devices it was built for; a number is the accelerator, whatever its name.
-    assert safetensors.load_file(tmp_path / "x.safetensors", device=0)["x"].is_tpu
+    for device in ("tpu", "tpu:0", torch.device("tpu"), torch.device("tpu", 0), 0):
+        assert torch.equal(safetensors.load_file(tmp_path / "x.safetensors", device=device)["x"], x)
+
+
+def test_safetensors_opens_a_file_on_the_current_device(tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    pytest.importorskip("safetensors.torch").save_file({"x": torch.arange(4.0)}, tmp_path / "x.safetensors")
+    with safetensors.safe_open(tmp_path / "x.safetensors", framework="pt", device="tpu") as opened:
+        assert isinstance(opened, safetensors.safe_open)
+        assert opened.get_slice("x")[1:3].device == torch.device("tpu", 0)
+    with pytest.raises(safetensors.SafetensorError, match="tpux is invalid"):
+        safetensors.safe_open(tmp_path / "x.safetensors", framework="pt", device="tpux")
 
 
 def test_numpy_and_lists_come_in_and_out():

@@ -48,7 +48,7 @@ def _register() -> None:
     backend_registration.rename_privateuse1_backend("tpu")
     from torchtpu import config, startup
     from torchtpu.api import amp, device, formatting, interop, memory, nvtx, rng, serialization, streams
-    from torchtpu.compat import data_parallel
+    from torchtpu.compat import data_parallel, imports
     from torchtpu.compile import artifacts
     from torchtpu.compile import backend as dynamo
     from torchtpu.diagnostics import profiler
@@ -58,7 +58,7 @@ def _register() -> None:
     for name, module in (("amp", amp), ("memory", memory), ("nvtx", nvtx), ("random", rng), ("streams", streams)):
         sys.modules[f"torch.tpu.{name}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    for part in (formatting, interop, memory, serialization, dynamo, artifacts, profiler, data_parallel):
+    for part in (formatting, interop, memory, serialization, dynamo, artifacts, profiler, data_parallel, imports):
         part.install()
     startup.start()
     config.warn_unknown()
