@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import venv
+
+import pytest
 
 SCRIPT = """
 import sys
@@ -75,3 +78,68 @@ def test_a_missing_subcommand_shows_usage(tmp_path):
     result = run(cwd=tmp_path)
     assert result.returncode == 2
     assert "Usage: torchtpu" in result.stdout + result.stderr
+
+
+LEGACY = """
+import torch
+
+x = torch.cuda.FloatTensor([[1, 2], [3, 4]])
+assert x.is_cuda and x.dtype == torch.float32 and x.tolist() == [[1, 2], [3, 4]]
+assert torch.cuda.LongTensor(3, 2).shape == (3, 2) and torch.cuda.HalfTensor().numel() == 0
+assert torch.cuda.ByteTensor(x.size()).shape == (2, 2)
+assert isinstance(x, torch.cuda.FloatTensor) and not isinstance(x, torch.cuda.LongTensor)
+assert not isinstance(x.cpu(), torch.cuda.FloatTensor)
+same = torch.cuda.FloatTensor(x)
+same[0, 0] = 9
+assert x[0, 0].item() == 9
+try:
+    torch.cuda.LongTensor(x)
+except TypeError:
+    pass
+else:
+    raise AssertionError
+for kind in (torch.cuda.DoubleTensor, "torch.cuda.DoubleTensor"):
+    y = torch.ones(2).type(kind)
+    assert y.is_cuda and y.dtype == torch.float64
+torch.set_default_tensor_type(torch.cuda.DoubleTensor)
+assert torch.ones(2).is_cuda and torch.ones(2).dtype == torch.float64
+torch.set_default_tensor_type(torch.FloatTensor)
+assert torch.ones(2).device.type == "cpu" and torch.ones(2).dtype == torch.float32
+"""
+
+
+def test_legacy_types_of_cuda_make_tensors_of_tpu(tmp_path):
+    (tmp_path / "old.py").write_text(LEGACY)
+    result = run("run", "old.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "torch.cuda.FloatTensor()" in result.stderr
+
+
+def test_a_library_may_take_what_only_a_cuda_build_has(tmp_path):
+    """bitsandbytes does so at its import, which transformers and peft import."""
+    (tmp_path / "train.py").write_text("import torch\nassert torch._C._cuda_getCurrentRawStream(0) == 0\n")
+    assert run("run", "train.py", cwd=tmp_path).returncode == 0
+
+
+def test_the_package_is_the_command():
+    command = [sys.executable, "-m", "torchtpu", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Usage: torchtpu" in result.stdout
+
+
+@pytest.mark.parametrize("subcommand", ["explain", "warm"])
+def test_a_command_whose_python_lacks_torch_is_refused_with_what_helps(subcommand, tmp_path):
+    bare = tmp_path / "bin" / "python3"
+    venv.create(tmp_path, with_pip=False, symlinks=True)
+    (tmp_path / "train.py").write_text("import torch")
+    result = run(subcommand, "--", str(bare), "train.py", cwd=tmp_path)
+    assert result.returncode == 1
+    assert f"the command runs {bare}, where torch and torchtpu cannot be imported" in result.stderr
+    assert sys.executable in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path):
+    result = run("explain", "--", "no-such-command", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr == "torchtpu: there is no command 'no-such-command'\n"

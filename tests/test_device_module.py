@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -284,6 +285,28 @@ def test_a_fallback_is_counted_and_warned_once(unlowered):
     assert metrics.snapshot()["cpu_fallbacks"] == counts
     with config.using(fallback="error"), pytest.raises(NotImplementedError, match=r"twice.*no lowering"):
         unlowered(x)
+
+
+def test_strided_nested_tensors_are_refused_in_plain_words_and_jagged_ones_work():
+    parts = [torch.arange(6.0).view(2, 3), torch.ones(3, 3)]
+    message = "strided nested tensors are not supported on tpu; make them with layout=torch.jagged"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch calls them a prototype
+        nested = torch.nested.nested_tensor(parts)
+        for use in (
+            lambda: nested.to("tpu"),
+            lambda: torch.nested.nested_tensor(parts, device="tpu").sum(),
+            lambda: repr(torch.nested.nested_tensor(parts, device="tpu")),
+        ):
+            with pytest.raises(NotImplementedError, match=message):
+                use()
+        jagged = torch.nested.nested_tensor(parts, layout=torch.jagged, device="tpu", requires_grad=True)
+        expected = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    weight = torch.arange(12.0).view(3, 4)
+    for made, by in ((jagged, weight.to("tpu")), (expected, weight)):
+        (torch.nn.functional.gelu(made) @ by).to_padded_tensor(0.0).square().sum().backward()
+    assert jagged.grad.device.type == "tpu"
+    torch.testing.assert_close(jagged.grad.values().cpu(), expected.grad.values())
 
 
 def test_sparse_tensors_are_refused_in_plain_words():

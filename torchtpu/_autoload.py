@@ -37,7 +37,7 @@ def failure() -> ImportError | None:
 
 
 def _is_command() -> bool:
-    return Path(sys.argv[0]).name == "torchtpu" or sys.orig_argv[1:3] == ["-m", "torchtpu.cli"]
+    return Path(sys.argv[0]).name == "torchtpu" or sys.orig_argv[1:3] in (["-m", "torchtpu"], ["-m", "torchtpu.cli"])
 
 
 @functools.cache

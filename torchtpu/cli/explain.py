@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from torchtpu.cli import interpreter
+
 
 def explain(
     command: Annotated[list[str], typer.Argument(help="The command, such as: -- python train.py --epochs 1")],
@@ -17,6 +19,7 @@ def explain(
     ] = None,
 ) -> None:
     """Run a command and explain it: recompilations, fallbacks, reads, what the host and the device waited for."""
+    interpreter.check(command)
     where = ",".join(["-", *(os.path.abspath(path) for path in save or ())])
     done = subprocess.run(command, env={**os.environ, "TORCHTPU_EXPLAIN": where}, check=False)
     sys.exit(done.returncode)

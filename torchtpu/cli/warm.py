@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from torchtpu.cli import interpreter
 from torchtpu.cli.output import Json, err, fail, print_json
 from torchtpu.cli.warm_report import Report, print_report
 from torchtpu.compiler_cache import DirectoryStore
@@ -66,6 +67,8 @@ def warm(
         fail("give a command, or a manifest with --from", 2)
     if target:
         _check_target(target)
+    if command:
+        interpreter.check(command)
     if world_size and reads is Reads.run:
         reads = Reads.standin  # what the other ranks would send is not known
     each = [_rank(world_size, rank, target) for rank in _ranks(world_size, ranks)] or [{}]

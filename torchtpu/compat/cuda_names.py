@@ -21,6 +21,18 @@ from torch.utils._device import _device_constructors
 from torchtpu.compat import lightning_names
 
 _device = torch.device
+_LEGACY_TYPES = {
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
 _TENSOR_METHODS = ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "type")
 _MODULE_METHODS = ("to", "to_empty")
 _FUNCTIONS = (
@@ -60,6 +72,9 @@ def install() -> Counter[str]:
     torch.Tensor.is_cuda = property(lambda self: self.device.type in ("cuda", "tpu"))  # type: ignore[assignment]
     _map_module(mapped, swap)
     lightning_names.install(mapped)
+    _map_legacy_types(mapped, swap)
+    bindings: Any = torch._C
+    bindings._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes takes it at its import; 0 is the default one
     return mapped
 
 
@@ -68,6 +83,10 @@ def _swap(mapped: Counter[str], value: Any) -> Any:
     if type(value) is str and (value == "cuda" or value.startswith("cuda:")):
         mapped[f"'{value}'"] += 1
         return "tpu" + value.removeprefix("cuda")
+    if isinstance(value, _LegacyType) or (type(value) is str and value.startswith("torch.cuda.")):
+        name = value.rpartition(".")[2] if isinstance(value, str) else value.__name__
+        mapped[f"torch.cuda.{name}"] += 1
+        return f"torch.tpu.{name}"
     if type(value) is _device and value.type == "cuda":
         mapped[f"device('{value}')"] += 1
         return _device("tpu", value.index or 0)
@@ -110,6 +129,51 @@ def _stand_in(kind: Any, swap: Callable[[Any], Any]) -> Any:
             return issubclass(subclass, kind)
 
     return Meta(kind.__name__, (), {"__doc__": kind.__doc__, "__module__": "torch"})
+
+
+class _LegacyType(type):
+    """The type of torch.cuda.FloatTensor and its like, which make tensors as the constructors of old did."""
+
+    dtype: torch.dtype
+    is_cuda = True
+    mapped: Counter[str]
+
+    def __call__(cls, *args: Any) -> torch.Tensor:
+        cls.mapped[f"torch.cuda.{cls.__name__}()"] += 1
+        if len(args) == 1 and isinstance(args[0], torch.Tensor):
+            if not isinstance(args[0], cls):
+                raise TypeError(f"expected torch.cuda.{cls.__name__} (got {args[0].type()})")
+            return args[0].detach()
+        if len(args) == 1 and not isinstance(args[0], int | torch.Size):
+            return torch.tensor(args[0], dtype=cls.dtype, device="tpu")
+        sizes = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
+        return torch.empty(sizes, dtype=cls.dtype, device="tpu")
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.device.type == "tpu" and instance.dtype == cls.dtype
+
+
+def _map_legacy_types(mapped: Counter[str], swap: Callable[[Any], Any]) -> None:
+    """torch.cuda.FloatTensor and its like, and torch.set_default_tensor_type with one of them."""
+    for name, dtype in _LEGACY_TYPES.items():
+        kind = _LegacyType(name, (), {"dtype": dtype, "mapped": mapped, "__module__": "torch.cuda"})
+        setattr(torch.cuda, name, kind)
+    set_type, is_default = torch.set_default_tensor_type, False
+
+    @functools.wraps(set_type)
+    def set_default_tensor_type(kind: Any, /) -> None:
+        nonlocal is_default
+        name = swap(kind)
+        is_tpu = type(name) is str and name.startswith("torch.tpu.")
+        if is_tpu:
+            torch.set_default_dtype(_LEGACY_TYPES[name.rpartition(".")[2]])
+        else:
+            set_type(kind)
+        if is_tpu or is_default:
+            torch.set_default_device("tpu" if is_tpu else None)
+        is_default = is_tpu
+
+    torch.set_default_tensor_type = set_default_tensor_type
 
 
 def _map_module(mapped: Counter[str], swap: Callable[[Any], Any]) -> None:

@@ -47,7 +47,8 @@ def install(start_engine: Start, is_free: Callable[[], bool]) -> None:
     if config.get("world_size"):
         alone.install()
     make = functools.partial(_make_backend, Ranks(start_engine, is_free))
-    dist.Backend.register_backend("tpu", make, extended_api=True, devices=["tpu", "cpu"])
+    for name in ("tpu", "tpu_dist"):  # the second is what transformers asks for
+        dist.Backend.register_backend(name, make, extended_api=True, devices=["tpu", "cpu"])
     distributed_c10d._new_process_group_helper = _naming_the_backend(distributed_c10d._new_process_group_helper)
     atexit.register(_at_exit)
     os.register_at_fork(after_in_child=_groups.clear)

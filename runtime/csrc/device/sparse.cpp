@@ -1,14 +1,25 @@
-// In: ops on sparse tensors of this device. Out: an error in plain words, for it has none.
+// In: ops on sparse and strided nested tensors of this device. Out: an error in plain words, for it has none.
 #include <torch/library.h>
 
 namespace {
 
-void refuse(const c10::OperatorHandle& op, torch::jit::Stack*) {
+void refuse_sparse(const c10::OperatorHandle& op, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
                               ": sparse tensors are not supported on tpu; use dense tensors, or move to the CPU first");
 }
 
+void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
+                              ": strided nested tensors are not supported on tpu; make them with layout=torch.jagged, "
+                              "or keep them on the CPU");
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse>()); }
-TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse>()); }
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>()); }
+TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
+}
+TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
+}
