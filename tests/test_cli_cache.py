@@ -6,6 +6,8 @@ import importlib.metadata
 import json
 import os
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,46 @@ def test_doctor_names_a_rival_device(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = list(doctor._rivals())
     assert finding.state == "fault"
     assert "pip uninstall" in finding.remedy
+
+
+@pytest.mark.parametrize("point", ["tpu", "a_tpu"])
+def test_a_rival_that_is_installed_as_well_is_one_clear_error(point: str, tmp_path: Path) -> None:
+    about = tmp_path / "torch_tpu-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_tpu\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text(f"[torch.backends]\n{point} = torch_tpu:load\n")
+    (tmp_path / "torch_tpu.py").write_text(
+        "from torch.utils import backend_registration\n\n"
+        "def load():\n    backend_registration.rename_privateuse1_backend('tpu')\n"
+    )
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=environment)
+
+    ended = run("-c", "import torch")
+    assert ended.returncode == 1
+    assert ended.stderr.count("torchtpu and torch_tpu are both installed, and both are the device 'tpu'") == 1
+    examined = run("-m", "torchtpu", "doctor", "--json")
+    assert examined.returncode == 1
+    faults = [finding for finding in json.loads(examined.stdout) if finding["state"] == "fault"]
+    assert [fault["name"] for fault in faults] == ["other devices", "extension"]
+    assert faults[0]["remedy"] == "a process has one such device: pip uninstall torch_tpu"
+
+
+def test_doctor_says_which_frameworks_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"accelerate": "1.15.3", "lightning": "1.15.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert [finding[:3] for finding in doctor._frameworks()] == [
+        ("accelerate", "ok", "1.15.3, tested"),
+        ("lightning", "note", "1.15.0, not tested; 2.6 was"),
+    ]
 
 
 def test_doctor_tells_why_the_extension_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:

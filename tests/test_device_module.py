@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -307,6 +308,24 @@ def test_strided_nested_tensors_are_refused_in_plain_words_and_jagged_ones_work(
         (torch.nn.functional.gelu(made) @ by).to_padded_tensor(0.0).square().sum().backward()
     assert jagged.grad.device.type == "tpu"
     torch.testing.assert_close(jagged.grad.values().cpu(), expected.grad.values())
+
+
+def test_fake_tensors_are_on_the_current_device_from_the_start():
+    code = """if True:
+        import torch
+        from torch._subclasses import FakeTensorMode
+        torch.accelerator.set_device_index(1)
+        with FakeTensorMode():
+            print(torch.empty(2, device="tpu").device)
+        torch.ones(1, device="tpu").item()
+        with FakeTensorMode():
+            print(torch.empty(2, device="tpu").device)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, env={**os.environ, "TORCHTPU_NUM_DEVICES": "2"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["tpu:1", "tpu:1"]
 
 
 def test_sparse_tensors_are_refused_in_plain_words():

@@ -47,8 +47,11 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether something was recorded or uploaded in this process."""
-    return startup.is_in_use()
+    """Whether something was recorded or uploaded in this process, or another device than the first is current.
+
+    PyTorch takes fake tensors without an index to be on device 0 where this is false.
+    """
+    return startup.is_in_use() or current_device() != 0
 
 
 def init() -> None:

@@ -48,6 +48,7 @@ def examine() -> Iterator[Finding]:
     """Everything found, in the order in which one thing needs another."""
     yield _versions()
     yield from _rivals()
+    yield from _frameworks()
     loaded = _extension()
     yield loaded
     if loaded.state == "fault":
@@ -81,6 +82,16 @@ def _rivals() -> Iterator[Finding]:
             claims = point.name == "tpu" or owner.replace("-", "_") == "torch_tpu"
             remedy = f"a process has one such device: pip uninstall {owner}" if claims else ""
             yield Finding("other devices", "fault" if claims else "note", text, remedy)
+
+
+def _frameworks() -> Iterator[Finding]:
+    """The libraries that find the device by themselves, or were made to."""
+    from torchtpu.compat import frameworks
+
+    for name, version, is_tested in frameworks.installed():
+        tested = " and ".join(frameworks.TESTED[name])
+        text = f"{version}, tested" if is_tested else f"{version}, not tested; {tested} was"
+        yield Finding(name, "ok" if is_tested else "note", text)
 
 
 def _extension() -> Finding:

@@ -141,9 +141,10 @@ class _LegacyType(type):
     def __call__(cls, *args: Any) -> torch.Tensor:
         cls.mapped[f"torch.cuda.{cls.__name__}()"] += 1
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            if not isinstance(args[0], cls):
-                raise TypeError(f"expected torch.cuda.{cls.__name__} (got {args[0].type()})")
-            return args[0].detach()
+            given = args[0]
+            if given.device.type != "tpu" or given.dtype != cls.dtype:
+                raise TypeError(f"expected torch.cuda.{cls.__name__} (got {given.type()})")
+            return given.detach()
         if len(args) == 1 and not isinstance(args[0], int | torch.Size):
             return torch.tensor(args[0], dtype=cls.dtype, device="tpu")
         sizes = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
