@@ -31,6 +31,33 @@ _CHANGES = {
     "accelerate.utils.modeling": "accelerate:count_memory",
     "accelerate.commands.launch": "accelerate:count_processes",
     "accelerate.commands.config.default": "accelerate:write_config",
+    "transformers.pipelines.base": "transformers:place_pipelines",
+    "transformers.trainer": "transformers:keep_generators",
+    **{
+        f"{package}.{module}": f"lightning:{function}"
+        for packages, changes in (
+            (
+                ("lightning.pytorch", "pytorch_lightning"),
+                {
+                    "trainer.connectors.accelerator_connector": "serve_trainer",
+                    "trainer.setup": "log_devices",
+                    "strategies.ddp": "wrap_without_streams",
+                    "plugins.precision.fsdp": "cast_in_shards",
+                },
+            ),
+            (
+                ("lightning.fabric", "lightning_fabric"),
+                {
+                    "connector": "serve_fabric",
+                    "strategies.ddp": "wrap_without_streams",
+                    "plugins.precision.fsdp": "cast_in_shards",
+                    "utilities.seed": "keep_generators",
+                },
+            ),
+        )
+        for package in packages
+        for module, function in changes.items()
+    },
 }
 
 
