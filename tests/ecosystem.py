@@ -1,0 +1,282 @@
+"""In: the libraries that are installed. Out: docs/ecosystem.md, what each of them did on `tpu` and on the CPU.
+
+`python tests/ecosystem.py` runs all and writes the page; `python tests/ecosystem.py NAME` runs one and prints JSON.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "ecosystem.md"
+TOLERANCE = 1e-3  # of a loss after some steps, relative
+
+HEAD = """# Frameworks
+
+What libraries of the ecosystem do in plain `python train.py`, on tiny models made from configurations.
+`python tests/ecosystem.py` writes this page: it runs each line on the CPU and on `tpu`, there three times.
+*equal* says that all losses are the CPU's, to one part in a thousand; *programs* were compiled in the first run,
+*later* in the third; *fallbacks* are ops that ran on the CPU instead.
+`tests/test_ecosystem.py` runs the same, and `tests/test_frameworks.py` asks how each library finds the device.
+
+| library | version | what ran | equal | programs | later | fallbacks | date |
+|---|---|---|---|---|---|---|---|
+"""
+
+FOOT = """
+transformers, datasets, torchmetrics, diffusers, peft, trl, Ignite and TensorBoard ask PyTorch for the device, which is
+`tpu`.
+accelerate, Lightning, safetensors and transformers' pipelines and checkpoints have lists of devices of their own.
+torchtpu adds to these when they are imported (`torchtpu/compat/`), for the versions that `torchtpu doctor` names.
+"""
+
+
+class Program(NamedTuple):
+    """One line of the page."""
+
+    library: str
+    needs: tuple[str, ...]
+    what: str
+    run: Callable[[str], list[float]]
+
+
+def _rows() -> list[dict[str, list[int]]]:
+    ids = [[(first + place) % 50 for place in range(16)] for first in range(64)]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def _llama() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _trainer(device: str) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=8, per_device_train_batch_size=8, logging_steps=1, report_to=[], learning_rate=1e-2,
+            save_strategy="no", disable_tqdm=True, use_cpu=device == "cpu",
+        )  # fmt: skip
+        trainer = Trainer(_llama(), arguments, train_dataset=_rows())
+        trainer.train()
+    assert trainer.model.device.type == device
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _generate(device: str) -> list[float]:
+    import torch
+
+    prompts = torch.arange(12, device=device).view(3, 4)
+    made = _llama().eval().to(device).generate(prompts, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    return [float(token) for token in made.flatten().tolist()]
+
+
+def _adapter(device: str) -> list[float]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(_llama().to(device), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 1e-2)
+    ids = torch.arange(32, device=device).view(4, 8)
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+def _accelerator(device: str) -> list[float]:
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader, TensorDataset
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=device == "cpu", gradient_accumulation_steps=2)
+    assert accelerator.device.type == device
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    x = torch.randn(64, 8)
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    for _ in range(2):
+        for inputs, targets in data:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+def _lightning(device: str) -> list[float]:
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    losses = []
+
+    class Regression(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+            losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 16)
+    trainer = Trainer(
+        accelerator="cpu" if device == "cpu" else "auto", max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Regression(), data)
+    assert trainer.strategy.root_device.type == device
+    return [loss.item() for loss in losses]
+
+
+def _diffusion(device: str) -> list[float]:
+    import torch
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    torch.manual_seed(0)
+    unet = UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ).to(device)  # fmt: skip
+    scheduler = DDPMScheduler(num_train_timesteps=10)
+    optimizer = torch.optim.AdamW(unet.parameters(), 1e-3)
+    images, noise = torch.randn(4, 1, 8, 8).to(device), torch.randn(4, 1, 8, 8).to(device)
+    times = torch.arange(4, device=device)
+    losses = []
+    for _ in range(4):
+        noisy = scheduler.add_noise(images, noise, times)
+        loss = torch.nn.functional.mse_loss(unet(noisy, times).sample, noise)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+def _fine_tuning(device: str) -> list[float]:
+    import datasets
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(50)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2")
+    rows = [{"text": " ".join(f"w{3 + (first + place) % 40}" for place in range(12))} for first in range(32)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            folder, max_steps=6, per_device_train_batch_size=4, logging_steps=1, report_to=[], learning_rate=1e-2,
+            save_strategy="no", disable_tqdm=True, use_cpu=device == "cpu", bf16=False, max_length=16,
+            gradient_checkpointing=False,
+        )  # fmt: skip
+        trainer = SFTTrainer(
+            _llama(), arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+        )
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+PROGRAMS = {
+    "trainer": Program("transformers", ("accelerate",), "Trainer, a Llama of 2 layers, 8 steps", _trainer),
+    "generate": Program("transformers", (), "generate, greedy, 12 tokens", _generate),
+    "accelerator": Program("accelerate", (), "Accelerator, gradient accumulation, clipping, 16 batches", _accelerator),
+    "lightning": Program("lightning", (), 'Trainer, accelerator="auto", 8 steps', _lightning),
+    "adapter": Program("peft", ("transformers",), "LoRA on a Llama of 2 layers, 6 steps", _adapter),
+    "fine_tuning": Program("trl", ("transformers", "datasets"), "SFTTrainer, 6 steps", _fine_tuning),
+    "diffusion": Program("diffusers", (), "a UNet with attention, 4 training steps", _diffusion),
+}
+
+
+def is_installed(name: str) -> bool:
+    """Whether a program's libraries are there."""
+    program = PROGRAMS[name]
+    return all(importlib.util.find_spec(library) is not None for library in (program.library, *program.needs))
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Runs a program on the CPU and on tpu in this process."""
+    import torch
+
+    from torchtpu import metrics
+
+    run = PROGRAMS[name].run
+    expected = run("cpu")
+    metrics.reset()
+    found, programs = [], []
+    for _ in range(3):
+        before = metrics.snapshot()["programs_compiled"]
+        found.append(run("tpu"))
+        torch.tpu.synchronize()
+        programs.append(metrics.snapshot()["programs_compiled"] - before)
+    pairs = [pair for losses in found for pair in zip(losses, expected, strict=True)]
+    return {
+        "distance": max(abs(a - b) / max(abs(b), 1e-6) for a, b in pairs),
+        "programs": programs[0],
+        "later": programs[-1],
+        "fallbacks": metrics.snapshot()["cpu_fallbacks"],
+    }
+
+
+def measured(name: str) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, name]
+    environment = {**os.environ, "TORCHTPU_CACHE": "off"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _line(name: str) -> str:
+    program, found = PROGRAMS[name], measured(name)
+    equal = "yes" if found["distance"] <= TOLERANCE else f"no, {found['distance']:.1g}"
+    fallbacks = ", ".join(found["fallbacks"]) or "0"
+    version, today = importlib.metadata.version(program.library), dt.datetime.now(dt.UTC).date()
+    cells = (program.library, version, program.what, equal, found["programs"], found["later"], fallbacks, today)
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(measure(sys.argv[1])))
+    else:
+        PAGE.write_text(HEAD + "".join(_line(name) for name in PROGRAMS if is_installed(name)) + FOOT)
