@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (package / "device.py").write_text("def name():\n    return 'cpu'\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield package
-    for module in ("somelib", "somelib.device"):
+    for module in ("somelib", "somelib.device", "somelib.other"):
         sys.modules.pop(module, None)
         imports._finder.changes.pop(module, None)
 
@@ -74,6 +75,19 @@ def test_the_source_of_a_changed_module_can_still_be_found(library):
     spec = importlib.util.find_spec("somelib.device")
     assert spec is not None and spec.origin == str(library / "device.py")
     assert "return 'cpu'" in spec.loader.get_source("somelib.device")
+
+
+def test_modules_of_an_archive_are_changed_once_each(library, monkeypatch):
+    (library / "other.py").write_text("name = print\n")
+    archive = shutil.make_archive(str(library.parent / "packed"), "zip", library.parent, "somelib")
+    shutil.rmtree(library)
+    monkeypatch.syspath_prepend(archive)
+    changed = []
+    for name in ("somelib.device", "somelib.other"):
+        imports.after(name, lambda module: changed.append(module.__name__))
+    importlib.import_module("somelib")
+    assert importlib.import_module("somelib.other").__file__.startswith(archive)
+    assert changed == ["somelib.device", "somelib.other"]
 
 
 def test_importing_torch_imports_no_library_that_can_be_changed():

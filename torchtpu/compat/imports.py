@@ -96,16 +96,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         found = (finder.find_spec(name, path, target) for finder in finders)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            self._change_after(spec.loader)
+            self._change_after(spec.loader, name)
         return spec
 
-    def _change_after(self, loader: Any) -> None:
+    def _change_after(self, loader: Any, name: str) -> None:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            for change in self.changes[module.__name__]:
-                _apply(change, module)
+            if module.__name__ == name:  # modules of an archive have one loader
+                for change in self.changes[name]:
+                    _apply(change, module)
 
         loader.exec_module = exec_module
 
