@@ -310,6 +310,13 @@ def test_strided_nested_tensors_are_refused_in_plain_words_and_jagged_ones_work(
     torch.testing.assert_close(jagged.grad.values().cpu(), expected.grad.values())
 
 
+def test_the_backend_has_the_name_that_transformers_asks_for_too():
+    backends = torch.distributed.Backend
+    assert backends("tpu_dist") == "tpu_dist"
+    assert backends._plugins["TPU_DIST"].creator_fn is backends._plugins["TPU"].creator_fn
+    assert backends.default_device_backend_map["tpu"] == "tpu"
+
+
 def test_fake_tensors_are_on_the_current_device_from_the_start():
     code = """if True:
         import torch
