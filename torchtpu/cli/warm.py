@@ -67,11 +67,11 @@ def warm(
         fail("give a command, or a manifest with --from", 2)
     if target:
         _check_target(target)
-    if command:
-        interpreter.check(command)
     if world_size and reads is Reads.run:
         reads = Reads.standin  # what the other ranks would send is not known
     each = [_rank(world_size, rank, target) for rank in _ranks(world_size, ranks)] or [{}]
+    if command:
+        interpreter.check(command)
     report = Report(target, _store(), command or [], reads.value)
     environment = _environment(target)
     jobs = jobs or max(1, len(os.sched_getaffinity(0)) // 2)
