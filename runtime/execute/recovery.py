@@ -1,13 +1,14 @@
 """Recovery: in comes a launch that failed, out goes what eager PyTorch would have computed before the op that failed.
 
-Nothing of a failed launch has run, so its inputs are as they were. A region that failed for another reason than want of
+Nothing of a failed launch has run, so its inputs are as they were; where a check fails on the device, the program has
+kept the storages as they were right before the op that checks. A region that failed for another reason than want of
 memory is run in halves, and these in halves again: only an op that fails alone fails. What the storages held right
 before that op is computed by the ops before it; what comes after it fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,19 @@ class Recovery:
                     work.restore(k, bases[value], state.arrays[value], state.guards.get(value))
                 elif value in state.restored:
                     work.restore(k, *state.restored[value])
+        work.failed(error)
+
+    def fail_at(self, work: Any, place: int, error: BaseException, sound: Mapping[int, tuple[Any, Any]]) -> None:
+        """Fails a work that has run, at its op number `place`. The outputs that are `sound`, each an array and its
+        guard, are what they were meant to be, or what their storages held right before that op."""
+        program: Program = work.program
+        _, restored = versions_at(program, place, self._is_constant)
+        bases = bases_of(program)
+        for k, (array, guard) in sound.items():
+            if k in restored:
+                work.restore(k, bases[program.outputs[k]], array, guard)
+            else:
+                work.keep(k, array, guard)
         work.failed(error)
 
     def _executable_of(self, parts: list[Part], device: int) -> Callable[[int], Any]:
