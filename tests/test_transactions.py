@@ -391,3 +391,53 @@ def test_training_goes_on_after_a_batch_with_an_index_that_is_out_of_range(reads
         assert all(torch.equal(before[name], after[name]) for name in before)
         torch.tpu.synchronize()
         assert_alike(after, reference.state())
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_random_numbers_of_ops_that_did_not_run_are_drawn_by_those_that_do(is_given: bool) -> None:
+    torch.manual_seed(5)
+    generator = torch.Generator(device="tpu").manual_seed(5) if is_given else None
+    x, bad = torch.ones(3, device="tpu"), torch.tensor([9], device="tpu")
+
+    def draw(count: int) -> list[torch.Tensor]:
+        return [torch.rand(4, device="tpu", generator=generator) for _ in range(count)]
+
+    expected = [drawn.cpu() for drawn in draw(3)]
+    state = torch.tpu.get_rng_state()
+    torch.manual_seed(5)
+    if generator is not None:
+        generator.manual_seed(5)
+    for _ in range(2):
+        (first,) = draw(1)
+        failed = x[bad]
+        drawn = draw(2)
+        with pytest.raises(IndexError):
+            failed.cpu()
+        assert torch.equal(first.cpu(), expected[0])
+        assert all(torch.equal(own.cpu(), other) for own, other in zip(draw(2), expected[1:], strict=True))
+        assert torch.equal(torch.tpu.get_rng_state(), state)
+        del failed, drawn
+        torch.manual_seed(5)
+        if generator is not None:
+            generator.manual_seed(5)
+
+
+def test_a_step_that_failed_counts_for_no_schedule_of_the_optimizer() -> None:
+    """Neither where it would have been the first, nor for a parameter that took no part in it."""
+    parameters = [nn.Parameter(torch.ones(3, device="tpu")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters)
+    bad = torch.tensor([9], device="tpu")
+
+    def step(used: int, index: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum(parameter[index].square().sum() for parameter in parameters[:used])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for steps, used in ((0, 2), (1, 1), (2, 2)):
+        with pytest.raises(IndexError):
+            step(used, bad).item()
+        counted = [int(optimizer.state[parameter]["step"]) for parameter in parameters if optimizer.state[parameter]]
+        assert counted == {0: [], 1: [1, 1], 2: [2, 1]}[steps]
+        step(2 if steps == 0 else 1).item()

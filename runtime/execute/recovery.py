@@ -90,6 +90,7 @@ class Recovery:
     def roll_back(self, work: Any, error: BaseException, place: int) -> None:
         """Fails a work whose op number `place` failed: computes what is there before it."""
         program: Program = work.program
+        _take_back(work, place)
         kept, restored = versions_at(program, place, self._is_constant)
         wanted = sorted({*kept.values(), *restored.values()})
         if wanted:
@@ -112,6 +113,7 @@ class Recovery:
         """Fails a work that has run, at its op number `place`. The outputs that are `sound`, each an array and its
         guard, are what they were meant to be, or what their storages held right before that op."""
         program: Program = work.program
+        _take_back(work, place)
         _, restored = versions_at(program, place, self._is_constant)
         bases = bases_of(program)
         for k, (array, guard) in sound.items():
@@ -162,6 +164,15 @@ class Recovery:
             return next(self._read(op), None) is None
         except Exception:  # noqa: BLE001 -- it has no lowering, which may be what failed
             return False
+
+
+def _take_back(work: Any, place: int) -> None:
+    """The random numbers of op number `place` and those after it were not drawn."""
+    for op in work.program.ops[place:]:
+        for argument in op.args:
+            if isinstance(argument, Random):
+                work.take_back(int(work.ints[argument.seed.index]), int(work.ints[argument.offset.index]))
+                return
 
 
 def versions_at(
