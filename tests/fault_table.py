@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,10 @@ def refuse_memory(*args: Any, **named: Any) -> Any:
     raise RuntimeError("RESOURCE_EXHAUSTED: refused by the test")
 
 
+def refuse_to_lower(*args: Any, **named: Any) -> Any:
+    raise RuntimeError("refused by the test")
+
+
 def has_marked_op(ops: Any) -> bool:
     return any("cosh" in op.name for op in ops)
 
@@ -39,7 +43,7 @@ def patch_where(patch: pytest.MonkeyPatch, owner: Any, name: str, is_meant: Call
 
 
 def lowering(patch: pytest.MonkeyPatch) -> None:
-    patch_where(patch, startup.engine().fragments, "find", has_marked_op, refuse)
+    patch_where(patch, startup.engine().fragments, "find", has_marked_op, refuse_to_lower)
 
 
 def compiling(patch: pytest.MonkeyPatch) -> None:
@@ -207,7 +211,7 @@ def assert_alike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def broken(fault: str) -> Iterator[None]:
     torch.tpu.synchronize()
     with pytest.MonkeyPatch.context() as patch:
@@ -254,7 +258,7 @@ def run_case(fault: str, settled: int, ours: Training, reference: Training) -> N
     assert_alike(ours.state(), reference.state())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _stops_before_its_op(training: Training, fault: str) -> Iterator[None]:
     """The CPU's step ends with ZeroDivisionError where the device's has failed."""
 
@@ -276,40 +280,55 @@ def rows_of(fault: str, settled: int) -> int:
 
 
 def run_ranks() -> None:
-    """What each of two ranks runs: every fault with both wrappers, all ranks failing alike."""
+    """What each of two ranks runs: every fault with both wrappers, all ranks failing alike. Each case has a group of
+    its own, which ends where a collective fails."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("cpu:gloo,tpu:tpu")
-    wrappers: dict[str, Callable[[nn.Module], Any]] = {
-        "DDP": lambda model: DistributedDataParallel(model, broadcast_buffers=False),
-        "FSDP2": fully_shard,
+    wrappers: dict[str, Callable[[nn.Module, Any], Any]] = {
+        "DDP": lambda model, group: DistributedDataParallel(model, process_group=group),
+        "FSDP2": lambda model, group: fully_shard(model, mesh=DeviceMesh.from_group(group, "tpu")),
     }
     for name, wrap in wrappers.items():
-        for fault, known in FAULTS.items():
+        for fault in FAULTS:
             for settled in (0, 3):
-                ours = Training("tpu", rows_of(fault, settled), wrap, seed=dist.get_rank())
-                for number in range(settled):
-                    ours.step(number, fault).item()
-                torch.tpu.synchronize()
-                before = ours.state()
+                group = dist.new_group(backend="tpu")
                 try:
-                    fail(ours, 50, fault)
-                    if known.is_undone and known.error:
-                        after = ours.state()
-                        for count in ("begun", "ended"):  # of a region of which nothing was launched
-                            after[count] = before[count]
-                        assert_alike(before, after)
-                        torch.tpu.synchronize()
-                    if known.is_undone:
-                        ours.step(60, fault).item()
+                    fail_on_all_ranks(fault, settled, lambda model, w=wrap, g=group: w(model, g))
                 except Exception as error:
                     print(f"{name} {fault} {settled}: {type(error).__name__}: {error}"[:600], flush=True)
                 else:
                     print(f"{name} {fault} {settled}: right", flush=True)
                 dist.barrier()
     dist.destroy_process_group()
+
+
+def fail_on_all_ranks(fault: str, settled: int, wrap: Callable[[nn.Module], Any]) -> None:
+    import torch.distributed as dist
+
+    known = FAULTS[fault]
+    ours = Training("tpu", rows_of(fault, settled), wrap, seed=dist.get_rank())
+    for number in range(settled):
+        ours.step(number, fault).item()
+    torch.tpu.synchronize()
+    before = ours.state()
+    with pytest.MonkeyPatch.context() as patch:
+        known.breaks(patch)
+        if known.error is None:
+            ours.step(50, fault, is_failing=True).item()
+            return
+        with pytest.raises((known.error, dist.DistBackendError), match=known.match):
+            ours.step(50, fault, is_failing=True).item()
+        with contextlib.suppress(dist.DistBackendError):  # what other ranks have told meanwhile
+            torch.tpu.synchronize()
+    if known.is_undone:
+        after = ours.state()
+        for count in ("begun", "ended"):  # of a region of which nothing was launched
+            after[count] = before[count]
+        assert_alike(before, after)
 
 
 if __name__ == "__main__":

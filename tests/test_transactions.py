@@ -361,6 +361,21 @@ def test_each_write_is_undone_that_follows_a_check_that_fails_and_none_before_it
         assert torch.equal(ours.cpu(), reference)
 
 
+def test_what_was_overwritten_before_the_check_is_of_no_account() -> None:
+    x, places = torch.ones(3, device="tpu"), torch.tensor([1, 9], device="tpu")
+    torch.tpu.synchronize()
+    for place, left in ((places[:1], 3.0), (places[1:], 2.0)):
+        made = torch.empty(3, device="tpu").zero_().fill_(2)
+        picked = x[place]
+        made.add_(1)
+        if left == 3.0:
+            assert picked.item() == 1
+        else:
+            with pytest.raises(IndexError):
+                picked.item()
+        assert made.tolist() == [left] * 3
+
+
 @pytest.mark.parametrize("reads_every", [1, 4])
 def test_training_goes_on_after_a_batch_with_an_index_that_is_out_of_range(reads_every: int) -> None:
     def step(training: Training, number: int, bad: int = 0) -> torch.Tensor:

@@ -310,7 +310,7 @@ class _Writer:
         self._sound[value] = value
         if old is None:
             self._unshielded[value] = 0 if call.is_constant else checks
-        elif value in self._shields and _bytes_of(target.base) == _bytes_of(self._layouts[old]):
+        elif value in self._shields and _bytes_of(target.base) == self._known_bytes(old):
             self._unshielded[value] = self._unshielded[old]
             if self._unshielded[value] < checks:  # what is made of it depends on them
                 self._sources[value] |= (1 << checks) - 1 << len(self._program.inputs)
@@ -318,6 +318,10 @@ class _Writer:
                 self._sound[value] = self._sound.get(old, old)
         else:
             self._unshielded[value] = checks
+
+    def _known_bytes(self, value: int) -> int | None:
+        """The size of a value; None where nothing needed it, which is so before the first check alone."""
+        return _bytes_of(self._layouts[value]) if value in self._layouts else None
 
     def _is_shielded(self, value: int, old: int | None) -> bool:
         """Whether a version has to be the one before it where a check has failed."""
