@@ -19,6 +19,7 @@ from record_support import Record
 from torchtpu.compiler_cache import DirectoryStore, Key
 from torchtpu.ops.registry import LOWERINGS, PLATFORM_LOWERINGS, Context, Lowering, jnp
 from torchtpu.runtime.compile import plan_cache as plans
+from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
 from torchtpu.runtime.ir.types import ELEMENT
@@ -61,6 +62,7 @@ TABLE = {
         "fill.Scalar": lambda x, v: jnp.full(x.shape, v, x.dtype),
         "zero": lambda x: x * 0,
         "index_select": pick,
+        "index_copy": LOWERINGS["index_copy"].function,
         "native_layer_norm": norm,
         "_foreach_add.List": lambda xs, ys, *, alpha: [x + alpha * y for x, y in zip(xs, ys, strict=True)],
         "neg": lambda x: x * -1,
@@ -70,7 +72,7 @@ TABLE = {
 SERVED = {
     "add_.Tensor": "add.Tensor", "add.out": "add.Tensor", "mul_.Tensor": "mul.Tensor", "mul_.Scalar": "mul.Scalar",
     "copy_": "copy", "relu_": "relu", "fill_.Scalar": "fill.Scalar", "zero_": "zero", "mm.out": "mm",
-    "_foreach_add_.List": "_foreach_add.List",
+    "_foreach_add_.List": "_foreach_add.List", "index_copy_": "index_copy",
 }  # fmt: skip
 
 
@@ -380,18 +382,38 @@ def test_a_random_op_gets_seed_and_offset() -> None:
     engine.close()
 
 
+@pytest.fixture
+def a_device_that_lags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has become of a launch is not known when it returns."""
+    monkeypatch.setattr(Client, "is_ready", lambda client, array: False)
+
+
 def indexing(engine: Engine, index: list[int]) -> tuple[Work, Any]:
     with Record() as record:
         x = record.input(torch.arange(6.0).view(3, 2))
         i = record.input(torch.tensor([0, 1]))
         y = torch.index_select(x, 0, i)
     program = record.program(y)
-    work = Work(compile_(engine, program), [engine.upload(x, 0), engine.upload(torch.tensor(index), 0)])
+    arrays = [engine.upload(x, 0), engine.upload(torch.tensor(index), 0)]
+    work = Work(compile_(engine, program), arrays, program=program)
     engine.launch(work)
-    assert work.error is None
     return work, y
 
 
+def test_a_check_that_is_known_to_have_passed_costs_nothing_later(engine: Engine) -> None:
+    work, y = indexing(engine, [0, 1])
+    assert torch.equal(engine.download(work.outputs[0]), y)
+    assert work.guards_made == []
+
+
+def test_a_check_that_is_known_to_have_failed_fails_the_work(engine: Engine) -> None:
+    work, _ = indexing(engine, [0, 7])
+    assert isinstance(work.error, IndexError)
+    assert str(work.error) == "index out of range in self (aten::index_select recorded at test.py:2)"
+    engine.finish(0)
+
+
+@pytest.mark.usefixtures("a_device_that_lags")
 def test_a_check_that_passes_gives_a_guard_that_settles(engine: Engine) -> None:
     work, y = indexing(engine, [0, 1])
     assert torch.equal(engine.download(work.outputs[0]), y)
@@ -400,8 +422,13 @@ def test_a_check_that_passes_gives_a_guard_that_settles(engine: Engine) -> None:
     assert guard.pending() == []
 
 
-def test_a_check_that_fails_is_raised_by_reads_of_it_and_of_what_follows(engine: Engine) -> None:
+@pytest.mark.usefixtures("a_device_that_lags")
+def test_a_check_that_fails_is_raised_by_reads_of_it_and_of_what_follows(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work, _ = indexing(engine, [0, 7])
+    assert work.error is None
+    monkeypatch.undo()
     with pytest.raises(IndexError):
         engine.finish(0)
     with pytest.raises(IndexError, match=r"index out of range in self \(aten::index_select recorded at test.py:2\)"):
@@ -416,6 +443,7 @@ def test_a_check_that_fails_is_raised_by_reads_of_it_and_of_what_follows(engine:
     assert len(again.outputs) == 1
 
 
+@pytest.mark.usefixtures("a_device_that_lags")
 @pytest.mark.parametrize("bad", [0, 31, 32, 69])
 def test_of_many_checks_the_one_that_failed_is_named(bad: int) -> None:
     engine = make_engine(knobs={"clusters": False})
@@ -437,6 +465,36 @@ def test_of_many_checks_the_one_that_failed_is_named(bad: int) -> None:
     engine.close()
 
 
+def writes_into_a_cache(cache: Any, place: Any, row: Any, scale: Any, tail: Any) -> tuple[Any, ...]:
+    cache[:, :4].copy_(tail)
+    cache.index_copy_(0, place, row)
+    return cache, scale.mul_(3).add_(1)
+
+
+CACHE = (torch.zeros(256, 64), torch.tensor([3, 5]), torch.ones(2, 64), torch.ones(4096), torch.ones(256, 4))
+
+
+def test_what_is_written_behind_a_check_is_changed_where_it_lies(engine: Engine) -> None:
+    with Record() as record:
+        cache, place, *others = map(record.input, CACHE)
+        picked = torch.index_select(others[-1], 0, place)
+        outputs = picked, *writes_into_a_cache(cache, place, *others)
+    executable = compile_(engine, record.program(*outputs, donated=(0, 3)))
+    assert executable.loaded.aliased_bytes == (256 * 64 + 4096) * 4
+    assert executable.loaded.temporary_bytes < 4096
+
+
+def test_where_nothing_is_checked_nothing_is_chosen(engine: Engine) -> None:
+    with Record() as record:
+        cache, _, *others = map(record.input, CACHE)
+        cache[:, :4].copy_(others[-1])
+        outputs = cache, others[1].mul_(3).add_(1)
+    text = text_of(engine, record.program(*outputs, donated=(0, 3)))
+    assert "stablehlo.select" not in text
+    assert "stablehlo.case" not in text
+
+
+@pytest.mark.usefixtures("a_device_that_lags")
 def test_checks_and_failed_inputs_reach_only_the_outputs_that_depend_on_them(engine: Engine) -> None:
     with Record() as record:
         x = record.input(torch.arange(6.0).view(3, 2))

@@ -135,14 +135,14 @@ def test_a_failed_check_spares_what_does_not_depend_on_it() -> None:
     assert weight.tolist() == [[1.0, 1.0]] * 3
 
 
-def test_each_value_raises_the_first_failed_check_it_depends_on() -> None:
+def test_what_depends_on_a_failed_check_raises_the_error_of_the_first() -> None:
     x, bad = host(1.0, 2.0, 3.0), torch.tensor([7], device="tpu")
     first = x[bad]
     second = F.embedding(bad, torch.ones(3, 2, device="tpu"))
     both, neither = second.sum() + first, x[1:] * 2
     assert neither.tolist() == [4.0, 6.0]
-    for tensor, op in ((second, "embedding"), (first, "index.Tensor"), (both, "index.Tensor")):
-        with pytest.raises(IndexError, match=f"aten::{op}"):
+    for tensor in (second, first, both):
+        with pytest.raises(IndexError, match=r"aten::index\.Tensor"):
             tensor.cpu()
     assert (x + 1).tolist() == [2.0, 3.0, 4.0]
     torch.tpu.synchronize()

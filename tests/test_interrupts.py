@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from script import run_script
 from torch.utils.data import DataLoader, TensorDataset
 
+from torchtpu.distributed.links import Links
 from torchtpu.runtime.compile.variants import RegionForms
 
 SETUP = """
@@ -441,3 +445,21 @@ def test_a_program_that_cannot_be_handed_over_fails_its_readers(monkeypatch: pyt
         with pytest.raises(KeyError, match="refused by the test"):
             torch.cosh(x[:size]).cpu()
         monkeypatch.undo()
+
+
+def test_what_a_handler_raises_while_ranks_are_awaited_is_raised_as_it_is() -> None:
+    """A TimeoutError is what the sockets raise too."""
+    links = Links(1, lambda notice: None)
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("mine")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(TimeoutError, match="mine"):
+            links.connect(dist.HashStore(), 2, timedelta(seconds=3))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert links._thread
+    links._thread.join()

@@ -258,3 +258,201 @@ def test_a_fault_leaves_what_pytorch_on_the_cpu_has_before_the_op(
     step(ours)
     step(reference)
     torch.testing.assert_close(ours.cpu(), reference)
+
+
+class Storages:
+    """Tensors that are there before an op fails, and what is done to them before and behind it."""
+
+    def __init__(self, device: str) -> None:
+        self.whole = torch.arange(4.0, device=device)
+        self.rows = torch.zeros(6, 3, device=device)
+        self.sums = torch.ones(5, dtype=torch.bfloat16, device=device)
+        self.places = torch.tensor([1, 3], device=device)
+        self.turned = torch.ones(2, 3, device=device).t()
+        self.filled = torch.zeros(3, device=device)
+
+    def before(self) -> None:
+        self.whole.add_(1)
+        self.rows[1:2].add_(5)
+        self.sums.index_add_(0, self.places, torch.ones(2, dtype=torch.bfloat16, device=self.sums.device))
+        self.turned.mul_(2)
+        self.filled.fill_(1)
+        self.fresh = torch.zeros(2, device=self.whole.device)
+
+    def behind(self) -> None:
+        self.whole.mul_(2).sub_(self.rows[0, 0])
+        self.rows[2:4].fill_(7)
+        self.rows[:, 1].copy_(self.rows[:, 0] + 1)
+        self.rows.index_copy_(0, self.places[:1], torch.full((1, 3), 9.0, device=self.rows.device))
+        self.rows.index_copy_(0, self.places, torch.full((2, 3), 8.0, device=self.rows.device))
+        self.sums[self.places] = 4
+        self.sums.index_add_(0, self.places, torch.ones(2, dtype=torch.bfloat16, device=self.sums.device))
+        self.turned[0].zero_()
+        self.filled.fill_(3)
+        self.fresh.add_(1)
+
+    def state(self) -> list[torch.Tensor]:
+        tensors = [self.whole, self.rows, self.sums, self.turned, self.filled, self.fresh]
+        return [tensor.detach().cpu() for tensor in tensors]
+
+
+CHECKED: dict[str, tuple[type[Exception], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "a read out of range": (IndexError, lambda x: x[torch.tensor([9], device=x.device)]),
+    "an embedding": (IndexError, lambda x: nn.functional.embedding(torch.tensor([9], device=x.device), x[:, None])),
+    "an assertion": (RuntimeError, lambda x: torch._assert_async(x.sum() > 1e6) or x.sum()),
+    "a write out of range": (
+        (IndexError, RuntimeError),
+        lambda x: x.clone().index_add_(0, torch.tensor([9], device=x.device), x[:1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("settled", [0, 3])
+@pytest.mark.parametrize("kind", CHECKED)
+def test_a_check_that_fails_on_the_device_leaves_what_was_there_before_its_op(kind: str, settled: int) -> None:
+    error, fails = CHECKED[kind]
+    ours, reference = Storages("tpu"), Storages("cpu")
+    torch.tpu.synchronize()
+    for raises in [*["made"] * settled, "made", "written", "synchronize"]:
+        ours.before()
+        made = fails(ours.whole)
+        ours.behind()
+        reference.before()
+        with pytest.raises(error):
+            {"made": made.cpu, "written": ours.rows.cpu, "synchronize": torch.tpu.synchronize}[raises]()
+        del made
+        for own, other in zip(ours.state(), reference.state(), strict=True):
+            torch.testing.assert_close(own, other, rtol=0, atol=0)
+        torch.tpu.synchronize()  # the error was raised once
+    for storages in (ours, reference):
+        storages.before()
+        storages.behind()
+    for own, other in zip(ours.state(), reference.state(), strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=0)
+
+
+def test_each_write_is_undone_that_follows_a_check_that_fails_and_none_before_it() -> None:
+    """In a region of several checks, of which another one fails each time."""
+
+    def run(weight: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        total = weight.sum()
+        for n in range(4):
+            weight.mul_(2)
+            total = total + weight[places[n]].sum()
+            weight[n].add_(total)
+        return total
+
+    places = torch.zeros(4, 1, dtype=torch.int64)
+    for bad in (*range(4), None):
+        given = places.clone()
+        if bad is not None:
+            given[bad] = 11
+        ours, reference = torch.ones(4, 3, device="tpu"), torch.ones(4, 3)
+        given_to_ours = given.to("tpu")
+        torch.tpu.synchronize()
+        total = run(ours, given_to_ours)
+        if bad is None:
+            assert total.item() == run(reference, given).item()
+        else:
+            with pytest.raises(IndexError):
+                run(reference, given)
+            with pytest.raises(IndexError, match="aten::index"):
+                total.item()
+        assert torch.equal(ours.cpu(), reference)
+
+
+def test_what_was_overwritten_before_the_check_is_of_no_account() -> None:
+    x, places = torch.ones(3, device="tpu"), torch.tensor([1, 9], device="tpu")
+    torch.tpu.synchronize()
+    for place, left in ((places[:1], 3.0), (places[1:], 2.0)):
+        made = torch.empty(3, device="tpu").zero_().fill_(2)
+        picked = x[place]
+        made.add_(1)
+        if left == 3.0:
+            assert picked.item() == 1
+        else:
+            with pytest.raises(IndexError):
+                picked.item()
+        assert made.tolist() == [left] * 3
+
+
+@pytest.mark.parametrize("reads_every", [1, 4])
+def test_training_goes_on_after_a_batch_with_an_index_that_is_out_of_range(reads_every: int) -> None:
+    def step(training: Training, number: int, bad: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(11, (BATCH, 5), generator=generator)
+        tokens[-1, -1] += bad
+        x, targets = tokens.to(training.device), tokens.roll(1, 1).clamp(max=10).to(training.device)
+        training.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(training.model(x).flatten(0, 1), targets.flatten())
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    ours, reference = Training("transformer", "tpu"), Training("transformer", "cpu")
+    for first in range(0, 12, 4):
+        for number in range(first, first + 3):
+            step(ours, number)
+            step(reference, number)
+        torch.tpu.synchronize()
+        before = ours.state()
+        for number in range(reads_every):
+            failed = step(ours, 100 + number, bad=99 if number == 0 else 0)
+        with pytest.raises(IndexError):
+            step(reference, 100, bad=99)
+        with pytest.raises(IndexError, match="aten::embedding"):
+            failed.item()
+        after = ours.state()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        torch.tpu.synchronize()
+        assert_alike(after, reference.state())
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_random_numbers_of_ops_that_did_not_run_are_drawn_by_those_that_do(is_given: bool) -> None:
+    torch.manual_seed(5)
+    generator = torch.Generator(device="tpu").manual_seed(5) if is_given else None
+    x, bad = torch.ones(3, device="tpu"), torch.tensor([9], device="tpu")
+
+    def draw(count: int) -> list[torch.Tensor]:
+        return [torch.rand(4, device="tpu", generator=generator) for _ in range(count)]
+
+    expected = [drawn.cpu() for drawn in draw(3)]
+    state = torch.tpu.get_rng_state()
+    torch.manual_seed(5)
+    if generator is not None:
+        generator.manual_seed(5)
+    for _ in range(2):
+        (first,) = draw(1)
+        failed = x[bad]
+        drawn = draw(2)
+        with pytest.raises(IndexError):
+            failed.cpu()
+        assert torch.equal(first.cpu(), expected[0])
+        assert all(torch.equal(own.cpu(), other) for own, other in zip(draw(2), expected[1:], strict=True))
+        assert torch.equal(torch.tpu.get_rng_state(), state)
+        del failed, drawn
+        torch.manual_seed(5)
+        if generator is not None:
+            generator.manual_seed(5)
+
+
+def test_a_step_that_failed_counts_for_no_schedule_of_the_optimizer() -> None:
+    """Neither where it would have been the first, nor for a parameter that took no part in it."""
+    parameters = [nn.Parameter(torch.ones(3, device="tpu")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters)
+    bad = torch.tensor([9], device="tpu")
+
+    def step(used: int, index: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum(parameter[index].square().sum() for parameter in parameters[:used])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for steps, used in ((0, 2), (1, 1), (2, 2)):
+        with pytest.raises(IndexError):
+            step(used, bad).item()
+        counted = [int(optimizer.state[parameter]["step"]) for parameter in parameters if optimizer.state[parameter]]
+        assert counted == {0: [], 1: [1, 1], 2: [2, 1]}[steps]
+        step(2 if steps == 0 else 1).item()

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch._prims_common.wrappers import _maybe_resize_out, _safe_copy_out
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchtpu import config, distributed
+from torchtpu import config, distributed, optimizer_steps
 from torchtpu.api import fallback
 from torchtpu.compile import flex
 from torchtpu.distributed.chips import rank_environment
@@ -232,7 +232,7 @@ def start() -> None:
     composed.install()
     flex.install()
     _C.set_engine(_lazy)
-    register_optimizer_step_post_hook(_mark_step)
+    optimizer_steps.install()
     if config.get("max_steps"):
         register_optimizer_step_pre_hook(_StepLimit(config.get("max_steps")))
     # Backward runs in the thread that calls it: 10 % faster, and one recorder sees the whole step.
@@ -299,10 +299,6 @@ class _StepLimit:
         if self._taken[id(optimizer)] == self._most:
             raise SystemExit(0)
         self._taken[id(optimizer)] += 1
-
-
-def _mark_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _C.mark_boundary("optimizer.step")
 
 
 def open_store() -> Any:

@@ -74,10 +74,13 @@ class Outcome:
         failed = self.failed() & checks
         if failed:
             self._raised |= failed
-            check = self._checks[(failed & -failed).bit_length() - 1]
-            run = self._run()
-            place = recorded_at(check.line, "" if run == f"entered from {check.line}" else run)
-            raise check.error(f"{check.message} ({full_name(check.op)} {place})")
+            raise self.error_of(first_of(failed, self._checks))
+
+    def error_of(self, check: Check) -> Exception:
+        """What to raise for a check that failed."""
+        run = self._run()
+        place = recorded_at(check.line, "" if run == f"entered from {check.line}" else run)
+        return check.error(f"{check.message} ({full_name(check.op)} {place})")
 
     def raise_unread(self) -> None:
         """Raises what no read has raised, unless an earlier failure, which has an error of its own, led to it."""
@@ -136,6 +139,11 @@ class Guard:
                 waiting.append((guard, True))
                 waiting += [(earlier, False) for earlier in reversed(guard._earlier)]
         return found
+
+
+def first_of(failed: int, checks: Sequence[Check]) -> Check:
+    """The first of these checks, in program order."""
+    return checks[(failed & -failed).bit_length() - 1]
 
 
 def unsettled(guards: Iterable[tuple[Guard, int]]) -> dict[Guard, int]:

@@ -29,7 +29,7 @@ from torchtpu.runtime.telemetry.log import write
 from torchtpu.runtime.telemetry.observers import Called, Launched, Observer
 
 from .autotuner import Ladder
-from .checks import Guard, Outcome, recorded_at, unsettled
+from .checks import Guard, Outcome, first_of, recorded_at, unsettled
 from .fitting import Fitting
 from .memory import Flight, Memory
 from .recovery import OpFailedError, Recovery, first_too_large
@@ -290,11 +290,14 @@ class Executor:
         if not client.runs_at_once:
             self._track(device, executable, token, arguments, outputs)
         self._counters.launches += 1
-        outcome = None
+        outcome = failed = None
         if executable.checks:
             outcome = Outcome(client, outputs.pop(), executable.checks, doubts, spoiled, lambda: work.run)
             self._settle(device)
-            if not work.is_slice:  # its checks are the region's too
+            if outcome.is_known():
+                failed = outcome if outcome.failed() else None
+                outcome = None
+            elif not work.is_slice:  # its checks are the region's too
                 with self._lock:
                     self._outcomes[device].append(outcome)
         guards = _guards(executable, outcome, doubts) if outcome or doubts else []
@@ -305,7 +308,30 @@ class Executor:
         if "launch" in self._knob("log"):
             self._log(work, executable, len(arguments), outputs, started)
         executable.is_fresh = False
-        work.done(outputs, guards)
+        if failed is None:
+            work.done(outputs, guards)
+        else:
+            self._fail_check(work, executable, failed, outputs, guards, spoiled)
+
+    def _fail_check(
+        self,
+        work: Any,
+        executable: Executable,
+        outcome: Outcome,
+        outputs: list[Any],
+        guards: list[Guard | None],
+        spoiled: int,
+    ) -> None:
+        """Fails a work of which a check did not pass: what eager PyTorch would have raised at its op."""
+        failed = outcome.failed()
+        check = first_of(failed, executable.checks)
+        error = next((error for error, inputs in work.errors() if inputs & check.sources), None)
+        sound = {
+            k: (outputs[k], guards[k] if guards else None)
+            for k, kind in enumerate(executable.kinds[number] for number in executable.kind_of)
+            if not kind & (failed << len(executable.inputs) | spoiled)
+        }
+        self._recovery.fail_at(work, check.place, error or outcome.error_of(check), sound)
 
     def _stand_in(self, work: Any, executable: Executable, arguments: list[Any], spoiled: int) -> None:
         """Gives a launch zeros for inputs that failed: nothing that is left to compute depends on them. Of inputs that

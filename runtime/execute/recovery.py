@@ -1,13 +1,14 @@
 """Recovery: in comes a launch that failed, out goes what eager PyTorch would have computed before the op that failed.
 
-Nothing of a failed launch has run, so its inputs are as they were. A region that failed for another reason than want of
+Nothing of a failed launch has run, so its inputs are as they were; where a check fails on the device, the program has
+kept the storages as they were right before the op that checks. A region that failed for another reason than want of
 memory is run in halves, and these in halves again: only an op that fails alone fails. What the storages held right
 before that op is computed by the ops before it; what comes after it fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,7 @@ class Recovery:
     def roll_back(self, work: Any, error: BaseException, place: int) -> None:
         """Fails a work whose op number `place` failed: computes what is there before it."""
         program: Program = work.program
+        _take_back(work, place)
         kept, restored = versions_at(program, place, self._is_constant)
         wanted = sorted({*kept.values(), *restored.values()})
         if wanted:
@@ -105,6 +107,20 @@ class Recovery:
                     work.restore(k, bases[value], state.arrays[value], state.guards.get(value))
                 elif value in state.restored:
                     work.restore(k, *state.restored[value])
+        work.failed(error)
+
+    def fail_at(self, work: Any, place: int, error: BaseException, sound: Mapping[int, tuple[Any, Any]]) -> None:
+        """Fails a work that has run, at its op number `place`. The outputs that are `sound`, each an array and its
+        guard, are what they were meant to be, or what their storages held right before that op."""
+        program: Program = work.program
+        _take_back(work, place)
+        _, restored = versions_at(program, place, self._is_constant)
+        bases = bases_of(program)
+        for k, (array, guard) in sound.items():
+            if k in restored:
+                work.restore(k, bases[program.outputs[k]], array, guard)
+            else:
+                work.keep(k, array, guard)
         work.failed(error)
 
     def _executable_of(self, parts: list[Part], device: int) -> Callable[[int], Any]:
@@ -148,6 +164,15 @@ class Recovery:
             return next(self._read(op), None) is None
         except Exception:  # noqa: BLE001 -- it has no lowering, which may be what failed
             return False
+
+
+def _take_back(work: Any, place: int) -> None:
+    """The random numbers of op number `place` and those after it were not drawn."""
+    for op in work.program.ops[place:]:
+        for argument in op.args:
+            if isinstance(argument, Random):
+                work.take_back(int(work.ints[argument.seed.index]), int(work.ints[argument.offset.index]))
+                return
 
 
 def versions_at(

@@ -216,6 +216,9 @@ class PartWork:
         if guard is not None:
             self._state.guards[value] = guard
 
+    def take_back(self, seed: int, offset: int) -> None:
+        self._state.work.take_back(seed, offset)
+
     def restore(self, output: int, base: Base, array: Any, guard: Any) -> None:
         self._restored[output] = base, array, guard
 

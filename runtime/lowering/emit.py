@@ -6,21 +6,25 @@ Its text is a function of the program, the platform and the lowerings alone: no 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import operator
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from torchtpu.runtime.ir.calls import Parameter, results_of, written
 from torchtpu.runtime.ir.list_ops import take_apart
-from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Result, Write
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Write
 from torchtpu.runtime.ir.types import tensor_type
 
 from . import views
 from .cse_barriers import barrier, repeated
 from .fragments import Fragments
-from .materialization import fence, find_fences
+from .materialization import STORED, fence, find_fences
 from .tracing import Fragment
 from .views import Digit, View
 
@@ -28,12 +32,14 @@ Aval = tuple[tuple[int, ...], torch.dtype]
 
 CHECKS_PER_WORD = 32
 
+_CHANGES_IN_PLACE = re.compile(r"\bstablehlo\.(?:scatter|dynamic_update_slice)\b")
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """What to raise where a device-side check fails; `sources` are the inputs that it depends on, a bit each.
 
-    `op` and `line` are those of the program's op number `place` (-1 for one element of an op).
+    `op` and `line` are those of the program's op number `place`.
     """
 
     message: str
@@ -49,8 +55,9 @@ class Module:
     """A program's text. If it has `checks`, the set of those that failed follows its `outputs`
     (see `failed_aval`).
 
-    `sources[k]` is what output k depends on: bit i is input i, bit len(inputs) + c is check c. `offsets` is what the
-    program takes for granted of its run-time ints, by their index.
+    `sources[k]` is what output k depends on: bit i is input i, bit len(inputs) + c is check c. A version of a storage
+    that was there before a check does not depend on it: where that fails, it is the version before the op that checks.
+    `offsets` is what the program takes for granted of its run-time ints, by their index.
     """
 
     text: str
@@ -78,15 +85,15 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     fences: set[int] = set()
     with fragments.bailouts.attempt("fences", program.line):
         fences = find_fences(live, program.outputs, fragments.platform)
-    writer = _Writer(program, is_flat, fences)
+    writer = _Writer(program, is_flat, fences, _find_shields(live, program.outputs))
     for place, call in enumerate(live):
         writer.add(call, waits.get(place))
     return writer.finish()
 
 
 class _Call:
-    """The program's op number `place`, or -1 for one element of an op: its fragment, the arrays it takes and makes, and
-    the value that each of those is written into."""
+    """The program's op number `place`, or one element of it: its fragment, the arrays it takes and makes, and the value
+    that each of those is written into."""
 
     __slots__ = ("fragment", "made", "op", "parameters", "place", "under")
 
@@ -110,13 +117,27 @@ class _Call:
     def kept(self) -> Iterator[int | None]:
         """For each array it makes: the value of which a part stays, or None."""
         for target, old in zip(self.made, self.under, strict=True):
-            yield old if isinstance(target, Write) and _needs_old(target) else None
+            yield None if self.is_whole(target) else old
+
+    def is_whole(self, target: Result | Write) -> bool:
+        """Whether nothing stays of what the array held."""
+        return isinstance(target, Result) or target.replaces or views.covers(target.base, _view(target))
 
     def read(self) -> set[int]:
         """The values that it takes, those of which a part stays included."""
         taken = [self.parameters[n] for n in self.fragment.used]
         values = {p.value for p in taken if type(p) is Operand} | set(self.kept())
         return {value for value in values if value is not None}
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it makes arrays of nothing, as `zeros_like` does."""
+        return not (self.fragment.checks or self.read() or any(isinstance(a, Random) for a in self.op.args))
+
+    @property
+    def changes_in_place(self) -> bool:
+        """Whether XLA changes some elements of an array where they lie, if nobody else needs it as it was."""
+        return len(self.made) == 1 and _CHANGES_IN_PLACE.search(self.fragment.text) is not None
 
     def stored_whole(self) -> Iterator[tuple[int, Base]]:
         """The values that it computes every element of, and their arrays."""
@@ -131,14 +152,22 @@ def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
     with fragments.bailouts.attempt("lists", program.line):
         ops = take_apart(program.ops, lambda op: id(op) in mapped)
     places = {id(op): place for place, op in enumerate(program.ops)}
+    places_of = {made.value: place for place, op in enumerate(program.ops) for made in results_of(op)}
     found = zip(ops, fragments.find(ops), strict=True)
-    calls = [_Call(places.get(id(op), -1), op, *fragment) for op, fragment in found]
+    calls = [
+        _Call(places[id(op)] if id(op) in places else places_of[results_of(op)[0].value], op, *fragment)
+        for op, fragment in found
+    ]
     needed: set[int | None] = set(program.outputs)
+    lasting = _versions_before(calls, program.outputs)
+    checks = list(itertools.accumulate(len(call.fragment.checks) for call in calls))
     live: list[_Call] = []
-    for call in reversed(calls):
+    for call, num_checks in zip(reversed(calls), reversed(checks), strict=True):
         if not call.fragment.checks and needed.isdisjoint([r.value for r in call.made]):
             continue
         live.append(call)
+        if num_checks:  # what a storage held is wanted where one fails
+            needed.update(old for made, old in zip(call.made, call.under, strict=True) if made.value in lasting)
         for n in call.fragment.used:
             parameter = call.parameters[n]
             if type(parameter) is Operand:
@@ -147,25 +176,57 @@ def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
     return live[::-1]
 
 
+def _versions_before(calls: list[_Call], outputs: Collection[int]) -> set[int]:
+    """The versions of storages that lead to an output."""
+    under = {target.value: old for call in calls for target, old in zip(call.made, call.under, strict=True)}
+    found: set[int] = set()
+    for output in outputs:
+        value: int | None = output
+        while value is not None and under.get(value) is not None and value not in found:
+            found.add(value)
+            value = under[value]
+    return found
+
+
+def _find_shields(calls: list[_Call], outputs: Collection[int]) -> dict[int, bool]:
+    """The versions of storages that lead to an output: whether each has to be right itself where a check has failed.
+    It need not where nothing is made of it but the next version, in the same loop and before another check."""
+    shields = dict.fromkeys(_versions_before(calls, outputs), True)
+    readers = Counter(value for call in calls for value in call.read())
+    checks = 0
+    fused: dict[int | None, int] = {}  # versions made in a loop, and how many checks there are before them
+    for call in calls:
+        checks += len(call.fragment.checks)
+        for target, old in zip(call.made, call.under, strict=True):
+            if target.value in shields and call.is_whole(target) and not STORED.search(call.fragment.text):
+                if old is not None and fused.get(old) == checks and readers[old] == 1 and old not in outputs:
+                    shields[old] = False
+                fused[target.value] = checks
+    return shields
+
+
 def _view(target: Operand | Write) -> View:
     offset = target.offset if type(target.offset) is int else None
     return View(target.sizes, target.strides, offset, target.dtype)
-
-
-def _needs_old(write: Write) -> bool:
-    return not write.replaces and not views.covers(write.base, _view(write))
 
 
 class _Writer:
     """Writes main's lines.
 
     `names`, `layouts` and `sources` hold, per value, its name in the text, the array it is, and what it depends on.
+    Where a check fails, the versions of a storage in `shields` that are made from there on are the one before that:
+    `unshielded` holds for each how many checks come before the first one of which that is so, and `sound` is the newest
+    version that is so itself.
     """
 
-    def __init__(self, program: Program, is_flat: bool, fenced: set[int]) -> None:
+    def __init__(self, program: Program, is_flat: bool, fenced: set[int], shields: Mapping[int, bool]) -> None:
         self._program = program
         self._is_flat = is_flat
         self._fenced = fenced
+        self._shields = shields
+        self._unshielded: dict[int | None, int] = {~i: 0 for i in range(len(program.inputs))}
+        self._sound: dict[int | None, int | None] = {}
+        self._passed = 0, ""  # so many checks, and whether they have passed
         self._offsets: dict[int, frozenset[Digit]] = {}
         self._lines: list[str] = []
         self._functions: dict[str, str] = {}
@@ -186,19 +247,23 @@ class _Writer:
         arguments = [self._argument(call.parameters[n]) for n in fragment.used]
         if after is not None:
             arguments = self._wait(call, arguments, after)
+        self._layouts.update((target.value, target.base) for target in call.made)
         self._trace_sources(call)
+        shielded = [self._is_shielded(target.value, old) for target, old in zip(call.made, call.under, strict=True)]
         made: list[str] = [""] * len(fragment.forwards)
-        if fragment.is_call:
+        is_conditional = shielded == [True] and call.changes_in_place and self._lies_as_made(call)
+        if fragment.checks or (fragment.is_call and not is_conditional):
             made = self._call(fragment, arguments)
+        if is_conditional:
+            made, shielded = [self._call_if_passed(call, arguments)], [False]
         for i, forwarded in enumerate(fragment.forwards):
             if forwarded is not None:
                 made[i] = arguments[fragment.used.index(forwarded)]
-        for target, name, old in zip(call.made, made, call.under, strict=True):
+        for target, name, old, is_shielded in zip(call.made, made, call.under, shielded, strict=True):
             if isinstance(target, Result):
                 self._names[target.value] = name if _is_whole(target, target.base) else self._laid_out(target, name)
             else:
-                self._names[target.value] = self._apply(target, name, old)
-            self._layouts[target.value] = target.base
+                self._names[target.value] = self._apply(call, target, name, old, is_shielded=is_shielded)
             if target.value in self._fenced:
                 self._names[target.value] = self._stored(self._names[target.value], target.base)
 
@@ -220,7 +285,7 @@ class _Writer:
         head = f"  func.func public @main({', '.join(heads)}) -> ({types}) {{"
         text = "\n".join(["module @region {", head, *self._lines, returned, "  }", *self._functions.values(), "}", ""])
         inputs = tuple((b.shape, b.dtype) for b in program.inputs)
-        sources = tuple(self._sources[v] for v in program.outputs)
+        sources = tuple(map(self._sources_of, program.outputs))
         return Module(text, inputs, avals, tuple(self._checks), sources, self._offsets)
 
     def _trace_sources(self, call: _Call) -> None:
@@ -234,9 +299,39 @@ class _Writer:
             self._checks.append(Check(message, error, op.name, op.line, call.place, read))
         if not call.made:
             self._asserted |= checked
-        for target, forwarded, old in zip(call.made, fragment.forwards, call.kept(), strict=True):
+        for target, forwarded, kept, old in zip(call.made, fragment.forwards, call.kept(), call.under, strict=True):
             own = read if forwarded is None else taken[forwarded]
-            sources[target.value] = own | checked | self._asserted | sources.get(old, 0)
+            sources[target.value] = own | checked | self._asserted | sources.get(kept, 0)
+            self._shield(call, target, old)
+
+    def _shield(self, call: _Call, target: Result | Write, old: int | None) -> None:
+        """Notes which checks a version of a storage does not depend on, as the one before it stays where they fail."""
+        value, checks = target.value, len(self._checks)
+        self._sound[value] = value
+        if old is None:
+            self._unshielded[value] = 0 if call.is_constant else checks
+        elif value in self._shields and _bytes_of(target.base) == self._known_bytes(old):
+            self._unshielded[value] = self._unshielded[old]
+            if self._unshielded[value] < checks:  # what is made of it depends on them
+                self._sources[value] |= (1 << checks) - 1 << len(self._program.inputs)
+            if not self._shields[value]:
+                self._sound[value] = self._sound.get(old, old)
+        else:
+            self._unshielded[value] = checks
+
+    def _known_bytes(self, value: int) -> int | None:
+        """The size of a value; None where nothing needed it, which is so before the first check alone."""
+        return _bytes_of(self._layouts[value]) if value in self._layouts else None
+
+    def _is_shielded(self, value: int, old: int | None) -> bool:
+        """Whether a version has to be the one before it where a check has failed."""
+        return old is not None and self._shields.get(value, False) and self._unshielded[value] < len(self._checks)
+
+    def _sources_of(self, output: int) -> int:
+        sources = self._sources[output]
+        if output not in self._shields:
+            return sources
+        return sources & (1 << len(self._program.inputs) + self._unshielded[output]) - 1
 
     def _wait(self, call: _Call, arguments: list[str], value: int) -> list[str]:
         types = [
@@ -255,6 +350,57 @@ class _Writer:
         stored = f"%r{self._next()}"
         self._lines.append(f"    {stored} = call @{symbol}({name}) {kind}")
         return stored
+
+    def _all_passed(self) -> str:
+        """Whether all checks so far have passed."""
+        known, name = self._passed
+        for check in self._check_names[known:]:
+            both = f"%passed{self._next()}"
+            if name:
+                self._lines.append(f"    {both} = stablehlo.and {name}, {check} : tensor<i1>")
+            name = both if name else check
+        self._passed = len(self._check_names), name
+        return name
+
+    def _if_passed(self, new: str, old: str, kind: str) -> str:
+        """An array, or another of the same type where a check has failed."""
+        chosen = f"%r{self._next()}"
+        self._lines.append(f"    {chosen} = stablehlo.select {self._all_passed()}, {new}, {old} : tensor<i1>, {kind}")
+        return chosen
+
+    def _lies_as_made(self, call: _Call) -> bool:
+        """Whether an op's only result is the array of a storage as it stands, and that of the version before it."""
+        (write,), (old,) = call.made, call.under
+        assert isinstance(write, Write)
+        if old is None or self._layouts[old] != write.base:
+            return False
+        return write.offset == 0 and _is_whole(write, write.base)
+
+    def _call_if_passed(self, call: _Call, arguments: list[str]) -> str:
+        """What an op makes of a storage, whose elements are changed where they lie and only if all checks have passed,
+        its own included: of the call that makes these, nothing else is left. XLA copies what stablehlo.if is given."""
+        (write,), (old,) = call.made, call.under
+        assert isinstance(write, Write)
+        fragment, kind = call.fragment, tensor_type(*write.base)
+        chosen, called = f"%r{self._next()}", f"%r{self._next()}"
+        count = 1 + len(fragment.checks)
+        left, made = (f"{called}:{count}", f"{called}#0") if count > 1 else (called, called)
+        self._lines += [
+            f"    {chosen}_branch = stablehlo.convert {self._all_passed()} : (tensor<i1>) -> tensor<i32>",
+            f'    {chosen} = "stablehlo.case"({chosen}_branch) ({{',
+            f"      stablehlo.return {self._names[self._sound_version(old)]} : {kind}",
+            "    }, {",
+            f"      {left} = call @{fragment.symbol}({', '.join(arguments)}) : {fragment.signature}",
+            f"      stablehlo.return {made} : {kind}",
+            f"    }}) : (tensor<i32>) -> {kind}",
+        ]
+        return chosen
+
+    def _sound_version(self, value: int | None) -> int:
+        """The newest version of a storage that is right where a check has failed."""
+        found = self._sound.get(value, value)
+        assert found is not None
+        return found
 
     def _call(self, fragment: Fragment, arguments: list[str]) -> list[str]:
         self._functions.setdefault(fragment.symbol, fragment.text)
@@ -295,21 +441,33 @@ class _Writer:
         """A new tensor's array, whose dimensions are in memory order."""
         return self._write(result.base, View(result.sizes, result.strides, 0, result.dtype), new, None, 0)
 
-    def _apply(self, write: Write, new: str, old: int | None) -> str:
-        """The array after a write into value `old`."""
+    def _apply(self, call: _Call, write: Write, new: str, old: int | None, *, is_shielded: bool) -> str:
+        """The array after a write into value `old`; where `is_shielded`, what was there if a check has failed."""
         if old in self._roots:
             self._roots[write.value] = self._roots[old]
-        return self._write(write.base, _view(write), new, old if _needs_old(write) else None, write.offset)
+        if not call.is_whole(write):
+            return self._write(write.base, _view(write), new, old, write.offset, is_shielded=is_shielded)
+        made = self._write(write.base, _view(write), new, None, write.offset)
+        if not is_shielded:
+            return made
+        return self._if_passed(made, self._as(write.base, self._sound_version(old)), tensor_type(*write.base))
 
-    def _write(self, base: Base, view: View, new: str, old: int | None, offset: int | Lifted) -> str:
-        array = ""
-        if old is not None:
-            array = self._names[old]
-            layout = self._layouts[old]
-            if layout != base:
-                whole = View(base.shape, _row_major(base.shape), 0, base.dtype)
-                array = self._paste(views.read(layout, whole), array, "", 0)
+    def _as(self, base: Base, value: int) -> str:
+        """A value's array in another layout of its bytes."""
+        layout = self._layouts[value]
+        if layout == base:
+            return self._names[value]
+        whole = View(base.shape, _row_major(base.shape), 0, base.dtype)
+        return self._paste(views.read(layout, whole), self._names[value], "", 0)
+
+    def _write(
+        self, base: Base, view: View, new: str, old: int | None, offset: int | Lifted, *, is_shielded: bool = False
+    ) -> str:
+        array = "" if old is None else self._as(base, old)
         is_flat = self._takes_flat(base, view, offset)
+        if is_shielded:
+            before = self._paste(views.read(base, view, is_flat=is_flat), array, "", offset)
+            new = self._if_passed(new, before, tensor_type(view.sizes, view.dtype))
         return self._paste(views.write(base, view, is_fresh=old is None, is_flat=is_flat), array, new, offset)
 
     def _paste(self, snippet: views.Snippet, array: str, new: str, offset: int | Lifted) -> str:
@@ -375,7 +533,11 @@ class _Writer:
         return self._count
 
 
-def _is_whole(tensor: Operand | Result, base: Base) -> bool:
+def _bytes_of(base: Base) -> int:
+    return math.prod(base.shape) * base.dtype.itemsize
+
+
+def _is_whole(tensor: Operand | Result | Write, base: Base) -> bool:
     """Whether a tensor at offset 0 is its array as it stands."""
     return tensor.sizes == base.shape and tensor.dtype == base.dtype and tensor.strides == _row_major(base.shape)
 

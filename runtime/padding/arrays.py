@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.telemetry.counters import Counters
 
 from .layout import Padded
@@ -145,8 +145,16 @@ class PaddedWork:
         return list(self._arrays)
 
     def done(self, arrays: list[Any], guards: list[Any]) -> None:
-        made = list(arrays)
-        for k, shape in self._padded.outputs.items():
-            made[k] = PaddedArray(made[k], shape)
         self._arrays = None
-        self._work.done(made, guards)
+        self._work.done([self._made(k, array) for k, array in enumerate(arrays)], guards)
+
+    def keep(self, output: int, array: Any, guard: Any) -> None:
+        self._work.keep(output, self._made(output, array), guard)
+
+    def restore(self, output: int, base: Base, array: Any, guard: Any) -> None:
+        base = Base(self._padded.outputs.get(output, base.shape), base.dtype)
+        self._work.restore(output, base, self._made(output, array), guard)
+
+    def _made(self, output: int, array: Any) -> Any:
+        shape = self._padded.outputs.get(output)
+        return array if shape is None else PaddedArray(array, shape)

@@ -71,14 +71,14 @@ def backend(
 def _register() -> None:
     from torch._dynamo import allow_in_graph, device_interface, register_backend, trace_rules
 
-    from torchtpu import kernels, startup
+    from torchtpu import kernels, optimizer_steps
 
     _C.set_eval_frame_setter(torch._C._dynamo.eval_frame.set_eval_frame)
     register_backend(backend, name="tpu")
     device_interface.init_device_reg()  # torch's own idea of a tpu, registered now, would replace ours later
     device_interface.register_interface_for_device("tpu", _interface())
-    hook: Any = startup._mark_step
-    hook._torchdynamo_disable = True
+    for hook in (optimizer_steps.begin, optimizer_steps.end):
+        vars(hook)["_torchdynamo_disable"] = True
     trace_rules.add("torchtpu.distributed")  # c10d calls it from C++ in the middle of a frame that dynamo traces
     allow: Any = allow_in_graph
     for kernel in kernels.callables():

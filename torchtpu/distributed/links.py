@@ -19,11 +19,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+
+from torchtpu.runtime import _C
 
 _CONNECT_SECONDS = 5.0  # to one of a rank's addresses
 _FAREWELL_SECONDS = 1.0
@@ -62,6 +65,26 @@ class Links:
 
     def connect(self, store: Store, size: int, timeout: timedelta) -> None:
         """Waits until all neighbours are connected. All ranks call it, once."""
+        connected: Future[None] = Future()
+
+        def run() -> None:
+            # Here, where no signal handler runs: what one raises may be an OSError too.
+            try:
+                self._meet(store, size, timeout)
+            except Exception as error:  # noqa: BLE001 -- raised to who waits
+                self._drop_all()
+                for own in (self._wakes, self._waker, self._selector):
+                    own.close()
+                connected.set_exception(error)
+            else:
+                connected.set_result(None)
+                self._run()
+
+        self._thread = threading.Thread(target=run, name="torchtpu-peers", daemon=True)
+        self._thread.start()
+        connected.result()
+
+    def _meet(self, store: Store, size: int, timeout: timedelta) -> None:
         around = neighbours(self._rank, size)
         deadline = time.monotonic() + timeout.total_seconds()
         token = secrets.token_hex(16)
@@ -74,8 +97,6 @@ class Links:
                 self._add(*_answer(listener, token, missing, deadline))
         self._wakes.setblocking(False)
         self._selector.register(self._wakes, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="torchtpu-peers", daemon=True)
-        self._thread.start()
 
     def tell(self, kind: str, text: str = "") -> None:
         """Tells all ranks something of this one, unless that has been done. May be called in any thread."""
@@ -105,7 +126,7 @@ class Links:
 
     def _do(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
-        with contextlib.suppress(OSError):  # closed, or full: the thread is about to wake up
+        with _C.SignalsDeferred(), contextlib.suppress(OSError):  # closed, or full: the thread is about to wake up
             self._waker.send(b".")
 
     # in the thread

@@ -105,9 +105,10 @@ class Peers:
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         with self._news:
             self._news.wait_for(lambda: all(self._is_known(rank) for rank in others), _ANSWER_SECONDS)
-            told = "; ".join(sorted(map(self._told, others), key=lambda text: " has ended" not in text))
+            told = [text for text in map(self._told, others) if text not in what]
         self._links.tell("failed", f"stopped: {what}")
-        failure = dist.DistBackendError(f"rank {self._ranks[self._rank]}: {what}. {told}")
+        also = "; ".join(sorted(told, key=lambda text: " has ended" not in text))
+        failure = dist.DistBackendError(f"rank {self._ranks[self._rank]}: {what}{also and f'. {also}'}")
         failure.__cause__ = error
         return failure
 

@@ -254,6 +254,7 @@ void bind_engine_types(py::module& m) {
              auto held = intern_base(base[0].cast<std::vector<int64_t>>(), base[1].cast<at::ScalarType>());
              work_restore(w, output, std::move(held), object.ptr(), guard.is_none() ? nullptr : guard.ptr());
            })
+      .def("take_back", &work_take_back)
       .def("failed", [](Work& w, py::object error) { work_failed(w, error.ptr()); });
 }
 
@@ -302,9 +303,11 @@ PYBIND11_MODULE(_C, m) {
       any |= cut(recorder_for(device), kept) != nullptr;
     return any;
   });
-  m.def("mark_boundary", [](const std::string& reason) {
+  m.def("mark_boundary", [](const std::string& reason, py::object undo) {
     static auto* reasons = new std::unordered_map<std::string, std::string>();
-    mark_boundary(reasons->try_emplace(reason, reason).first->second.c_str());
+    std::shared_ptr<PyObject> held;
+    if (!undo.is_none()) held.reset(undo.release().ptr(), &defer_decref);
+    mark_boundary(reasons->try_emplace(reason, reason).first->second.c_str(), held);
   });
   m.def("forget_streams", &forget_streams);
   m.def("synchronize", [](int device) { synchronize(static_cast<c10::DeviceIndex>(device)); }, py::arg("device") = -1);

@@ -296,11 +296,17 @@ std::pair<uint64_t, uint64_t> TpuGenerator::advance(uint64_t increment) {
   return {state_->counter.seed, offset};
 }
 
-std::pair<uint64_t, uint64_t> next_philox(const std::optional<at::Generator>& generator, DeviceIndex device,
-                                          uint64_t increment) {
+Draw next_philox(const std::optional<at::Generator>& generator, DeviceIndex device, uint64_t increment) {
   const bool given = generator.has_value() && generator->defined();
-  auto* source = at::check_generator<TpuGenerator>(given ? *generator : default_generator(device));
-  return source->advance(increment);
+  const at::Generator& source = given ? *generator : default_generator(device);
+  auto [seed, offset] = at::check_generator<TpuGenerator>(source)->advance(increment);
+  return {source, seed, offset};
+}
+
+void take_back(const std::vector<Draw>& draws) {
+  for (auto draw = draws.rbegin(); draw != draws.rend(); ++draw) {
+    at::check_generator<TpuGenerator>(draw->generator)->rewind(draw->seed, draw->offset);
+  }
 }
 
 // ---- what torchtpu/api/device.py calls

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace torchtpu {
 
@@ -33,6 +34,8 @@ class TpuGenerator final : public c10::GeneratorImpl {
 
   // The counter before the draw; the next draw starts at least `increment` counters later.
   std::pair<uint64_t, uint64_t> advance(uint64_t increment);
+  // Back to a counter from before a draw.
+  void rewind(uint64_t seed, uint64_t offset) { set_counter({seed, offset}); }
 
  private:
   struct Counter {
@@ -55,10 +58,16 @@ class TpuGenerator final : public c10::GeneratorImpl {
 c10::DeviceIndex device_count() noexcept;
 c10::DeviceIndex current_device() noexcept;
 
-// The (seed, offset) an op draws from, taken from `generator` or else from the default generator of `device`.
-// Raises PyTorch's error when the generator belongs to another device type.
-std::pair<uint64_t, uint64_t> next_philox(const std::optional<at::Generator>& generator, c10::DeviceIndex device,
-                                          uint64_t increment);
+// What an op draws from.
+struct Draw {
+  at::Generator generator;
+  uint64_t seed, offset;
+};
+// Taken from `generator` or else from the default generator of `device`.  Raises PyTorch's error when the generator
+// belongs to another device type.
+Draw next_philox(const std::optional<at::Generator>& generator, c10::DeviceIndex device, uint64_t increment);
+// Draws that did not happen, in their order: the generators are as they were before them.
+void take_back(const std::vector<Draw>& draws);
 
 // Adds the helpers that torchtpu/api/device.py needs to the extension module.
 void bind_device(pybind11::module& m);

@@ -59,21 +59,39 @@ void fail_transaction(Work& work, PyObject* error) {
   if (work.transaction && work.transaction->error.compare_exchange_strong(none, error)) Py_INCREF(error);
 }
 
+// What eager PyTorch would not have come to, as its ops did not run.  The GIL is held.
+void undo(const HostChanges& changes) {
+  take_back(changes.draws);
+  SignalsDeferred deferred;
+  for (auto step = changes.steps.rbegin(); step != changes.steps.rend(); ++step) {
+    auto done = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(step->get()));
+    if (!done) PyErr_WriteUnraisable(step->get());
+  }
+}
+
 // The regions queued in the calling thread's failed transactions fail without being launched, the pending ones are
 // dropped.
 void end_transactions(PyObject* error) {
   for (Recorder* r : all_recorders()) {
     WorkRef last;
+    std::shared_ptr<Transaction> transaction;
     {
       StateGuard guard(state_lock);
-      if (r->transaction->error != error) continue;
-      last = r->transaction->last.lock();
+      transaction = r->transaction;
+      if (transaction->error != error) continue;
+      last = transaction->last.lock();
     }
     if (r != &recorder_for(r->device)) continue;
     if (last) wait_done(last);
     AcquireGil gil;
-    StateGuard guard(state_lock);
-    if (r->transaction->error == error) drop_region(*r, error);
+    HostChanges undone;
+    {
+      StateGuard guard(state_lock);
+      if (r->transaction != transaction) continue;
+      drop_region(*r, error);
+      undone = std::move(transaction->undone);
+    }
+    undo(undone);
   }
 }
 
@@ -144,8 +162,19 @@ void work_restore(Work& work, size_t output, BaseRef base, PyObject* object, PyO
   set_ready(*work.restored[output], object, guard);
 }
 
+void work_take_back(Work& work, uint64_t seed, uint64_t offset) {
+  const auto& draws = work.changes.draws;
+  for (size_t i = 0; i < std::min(draws.size(), work.first_undone); i++) {
+    if (draws[i].seed == seed && draws[i].offset == offset) work.first_undone = i;
+  }
+}
+
 void work_failed(Work& work, PyObject* error) {
   if (!work.is_slice) fail_transaction(work, error);
+  if (!work.is_slice && work.transaction) {
+    StateGuard guard(state_lock);
+    work.transaction->undone.add(std::exchange(work.changes, {}), work.first_undone);
+  }
   for (size_t i = 0; i < work.outputs.size(); i++) work_spoil(work, i, error);
   work.outputs.clear();
   if (!work.is_slice) keep_unseen(error);

@@ -53,6 +53,8 @@ struct Work {
   std::string reason, line;
   std::shared_ptr<CodePlace> entry;
   std::shared_ptr<Transaction> transaction;  // null where it is a marker
+  HostChanges changes;                       // while its ops were recorded
+  size_t first_undone = SIZE_MAX;            // of the draws, where an op before them has failed
   std::vector<BufferRef> restored;   // by output, where that fails and its storage held a value made in the region
   std::optional<Versions> versions;  // once an output has failed
   bool is_slice = false;             // computes again, for a read, what its region will compute
@@ -97,6 +99,8 @@ void work_spoil(Work& work, size_t output, PyObject* error);  // one output fail
 void work_keep(Work& work, size_t output, PyObject* object, PyObject* guard);
 // An output is to fail whose storage held this array right before the op that failed.
 void work_restore(Work& work, size_t output, BaseRef base, PyObject* object, PyObject* guard);
+// The region is to fail before an op that drew from here.
+void work_take_back(Work& work, uint64_t seed, uint64_t offset);
 // What is left of the outputs fails, and with it the transaction.
 void work_failed(Work& work, PyObject* error);
 // Raises, once, the first failure that no read has raised.

@@ -194,9 +194,10 @@ void draw_random(Recorder& r, const Node& node, const IValue* args, LiftedNumber
   std::optional<at::Generator> generator;
   int at = node.info->generator_arg;
   if (at >= 0 && args[at].isGenerator()) generator = args[at].toGenerator();
-  auto [seed, offset] = next_philox(generator, r.device, node.rng_increment);
-  lifted.ints[lifted.random_at] = static_cast<int64_t>(seed);
-  lifted.ints[lifted.random_at + 1] = static_cast<int64_t>(offset);
+  Draw draw = next_philox(generator, r.device, node.rng_increment);
+  lifted.ints[lifted.random_at] = static_cast<int64_t>(draw.seed);
+  lifted.ints[lifted.random_at + 1] = static_cast<int64_t>(draw.offset);
+  r.changes.draws.push_back(std::move(draw));
 }
 
 // Under state_lock.  False where the op stream is new.

@@ -17,11 +17,21 @@ namespace torchtpu {
 struct Work;
 using WorkRef = std::shared_ptr<Work>;
 
+// What happened on the host while ops were recorded, in their order.
+struct HostChanges {
+  std::vector<Draw> draws;
+  std::vector<std::shared_ptr<PyObject>> steps;  // of optimizers, each as what undoes it
+
+  // Adds `later`, of which the first draws stay.
+  void add(HostChanges later, size_t kept_draws = 0);
+};
+
 // What a recorder records between two errors that its threads are told of.  Once a region of it has failed, no later
 // one is launched: eager PyTorch would have raised by then.
 struct Transaction {
   std::atomic<PyObject*> error{nullptr};  // of its first region that failed
   std::weak_ptr<Work> last;               // its last region; under state_lock
+  HostChanges undone;                     // of its regions that failed; under state_lock
   ~Transaction();
 };
 
@@ -38,6 +48,7 @@ struct Recorder {
   std::vector<double> floats;     // lifted numbers so far
   std::vector<int64_t> ints;
   std::vector<TpuStorage*> live;   // value -> the storage it is the present value of, or null
+  HostChanges changes;             // while the region was recorded
   const char* boundary = nullptr;  // a marked end of the region, taken at the next op
   std::string boundary_line;
   std::shared_ptr<CodePlace> entry;     // where the first op of the region was called
@@ -101,7 +112,10 @@ std::shared_ptr<Plan> find_smaller(const Recorder& r);
 // Where the region has no program and none may be made: ends regions where earlier ones ended, as far as their programs
 // serve.  Under state_lock.
 void split_by_known(Recorder& r, const std::string& line);
-void mark_boundary(const char* reason);
+// Marks the end of what an optimizer's step records; `undo` takes back what the step did on the host.
+void mark_boundary(const char* reason, const std::shared_ptr<PyObject>& undo);
+// How many random numbers were drawn by the ops up to this one.
+size_t count_draws(const Node* end);
 // Ends every pending region and forgets all op streams and their plans.
 void forget_streams();
 

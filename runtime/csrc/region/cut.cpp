@@ -223,6 +223,12 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   r.trie->plans += static_cast<int64_t>(r.at->plans.size()) - known;
   work->device = r.device;
   work->transaction = r.transaction;
+  if (!r.changes.draws.empty()) {  // those after them are of ops that are recorded again
+    auto end = r.changes.draws.begin() + static_cast<int64_t>(count_draws(r.at));
+    std::move(r.changes.draws.begin(), end, std::back_inserter(work->changes.draws));
+    r.changes.draws.erase(r.changes.draws.begin(), end);
+  }
+  if (!kept) work->changes.steps = std::exchange(r.changes.steps, {});
   work->reason = reason;
   work->line = std::move(line);
   work->entry = std::move(r.entry);
@@ -275,6 +281,7 @@ void drop_region(Recorder& r, PyObject* error) {
   }
   drop_inputs(r, 0);
   start_region(r);
+  r.transaction->undone.add(std::exchange(r.changes, {}));
   r.transaction = std::make_shared<Transaction>();
 }
 
@@ -300,7 +307,18 @@ WorkRef cut(Recorder& r, const char* reason) {
   return work;
 }
 
-void mark_boundary(const char* reason) {
+size_t count_draws(const Node* end) {
+  size_t count = 0;
+  for (const Node* node = end; node->info; node = node->parent) count += node->info->random;
+  return count;
+}
+
+void HostChanges::add(HostChanges later, size_t kept_draws) {
+  for (size_t i = kept_draws; i < later.draws.size(); i++) draws.push_back(std::move(later.draws[i]));
+  std::move(later.steps.begin(), later.steps.end(), std::back_inserter(steps));
+}
+
+void mark_boundary(const char* reason, const std::shared_ptr<PyObject>& undo) {
   if (torch::autograd::get_current_graph_task_id() != -1) return;
   std::string line = current_line();
   for (c10::DeviceIndex device = 0; device < device_count(); device++) {
@@ -309,6 +327,7 @@ void mark_boundary(const char* reason) {
     if (r.at->depth < kFewestOpsToMark) continue;
     r.boundary = reason;
     r.boundary_line = line;
+    if (undo) r.changes.steps.push_back(undo);
     r.is_open = false;
   }
 }

@@ -309,6 +309,9 @@ void leave_detour(Recorder& r) {
   r.shadow = nullptr;
   r.floats.resize(fork->floats);
   r.ints.resize(fork->ints);
+  if (!r.changes.draws.empty()) {
+    r.changes.draws.erase(r.changes.draws.begin() + static_cast<int64_t>(count_draws(fork)), r.changes.draws.end());
+  }
   if (static_cast<int32_t>(r.inputs.size()) > fork->next_input) renumber(r, fork->next_input);
 }
 

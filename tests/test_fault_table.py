@@ -1,0 +1,42 @@
+"""Every fault at every boundary, in each kind of training: the right error, once, and what the CPU has at that op.
+
+Ranks, stores and sockets that are lost are in test_dead_ranks.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fault_table import FAULTS, Training, rows_of, run_case
+from test_distributed import torchrun
+
+# Each fault is met once by default, on the first visit or on a later one.
+CASES = [
+    pytest.param(fault, settled, marks=[pytest.mark.full] if (settled > 0) != place % 2 else [])
+    for place, fault in enumerate(FAULTS)
+    for settled in (0, 3)
+]
+
+
+@pytest.mark.parametrize(("fault", "settled"), CASES)
+def test_a_fault_is_raised_once_and_leaves_what_the_cpu_has(fault: str, settled: int) -> None:
+    rows = rows_of(fault, settled)
+    run_case(fault, settled, Training("tpu", rows), Training("cpu", rows))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settled", [0, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_compiled_model_leaves_what_the_cpu_has(fault: str, settled: int) -> None:
+    rows = rows_of(fault, settled)
+    run_case(fault, settled, Training("tpu", rows, torch.compile), Training("cpu", rows))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_a_fault_on_all_ranks_leaves_what_was_there_before_the_step() -> None:
+    ended = torchrun("fault_table.py", ranks=2, seconds=1100)
+    assert ended.status == 0, ended
+    lines = [line for line in ended.out.splitlines() if ": " in line]
+    assert len(lines) == 2 * 2 * 2 * len(FAULTS), ended.out
+    assert all(line.endswith(": right") for line in lines), "\n".join(lines)

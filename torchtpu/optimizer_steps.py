@@ -1,0 +1,61 @@
+"""Optimizers' steps: in comes each of them, out goes a mark where its ops end, with what undoes it on the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchtpu.runtime import _C
+
+# Of optimizers whose step has begun: how many parameters had a state.
+_num_states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def install() -> None:
+    """Watches the steps of all optimizers."""
+    register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_post_hook(end)
+
+
+def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A step is about to be recorded."""
+    _num_states[optimizer] = len(optimizer.state)
+
+
+def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """A step has been recorded."""
+    _C.mark_boundary("optimizer.step", _undo_of(optimizer))
+
+
+def _undo_of(optimizer: Optimizer) -> Callable[[], None] | None:
+    """What takes back the states that a step has made and the steps that it has counted on the host, where an op before
+    it has failed; None where it has done neither."""
+    states = optimizer.state
+    num_known = _num_states.pop(optimizer, len(states))
+    made = [weakref.ref(parameter) for parameter in islice(states, num_known, None)]
+    counts = next(iter(states.values()), {}).get("step")
+    counted: list[torch.Tensor] = []
+    if num_known and isinstance(counts, torch.Tensor) and counts.device.type == "cpu":
+        counted = [own["step"] for parameter, own in islice(states.items(), num_known) if parameter.grad is not None]
+    if not made and not counted:
+        return None
+
+    its = weakref.ref(optimizer)  # what has been recorded keeps no parameter alive
+
+    def undo() -> None:
+        now = its()
+        if now is not None:
+            for parameter in made:
+                now.state.pop(parameter(), None)
+        for count in counted:
+            count -= 1
+        made.clear()
+        counted.clear()  # the regions of several devices may end with one step
+
+    return undo
