@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torchtpu
 from torchtpu import config, metrics, startup
-from torchtpu.compile import buckets, graphs
+from torchtpu.compile import graphs
 from torchtpu.runtime import _C, engine
 from torchtpu.runtime.compile import plan_cache, variants
 from torchtpu.runtime.lowering import emit
@@ -117,51 +117,14 @@ def test_a_region_stays_in_its_usual_form_where_choosing_raises(name: str, monke
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.bailouts("buckets", "replay")
-@pytest.mark.parametrize(
-    ("what", "owner", "name"),
-    [
-        ("buckets", buckets, "_analyse"),
-        ("buckets", buckets, "Writer"),
-        ("buckets", buckets.Padded, "_widened"),
-        ("replay", graphs, "_Builder"),
-    ],
-)
-def test_a_compiled_graph_runs_without_what_raises(
-    what: str, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, fails)
-    function = torch.compile(lambda x: x.sin().sum(0) * 2, dynamic=None if what == "buckets" else False)
-    sizes = (3, 5, 6) if what == "buckets" else (3,)
+@pytest.mark.bailouts("replay")
+def test_a_compiled_graph_that_is_not_readied_runs_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Builder", fails)
+    function = torch.compile(lambda x: x.sin().sum(0) * 2, dynamic=False)
     run = lambda device: [
-        (function(x.to(device)) if device == "tpu" else x.sin().sum(0) * 2).cpu() for x in map(torch.ones, sizes)
+        (function(x.to(device)) if device == "tpu" else x.sin().sum(0) * 2).cpu() for x in [torch.ones(3)]
     ]
-    check(run, what)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.bailouts("buckets")
-def test_a_backward_graph_that_is_not_padded_takes_what_a_padded_forward_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    written, count = buckets.Writer.written, 0
-
-    def second_fails(self: buckets.Writer) -> Any:
-        nonlocal count
-        count += 1
-        return written(self) if count % 2 else fails()
-
-    monkeypatch.setattr(buckets.Writer, "written", second_fails)
-    function = lambda x: (x.exp().sin() @ torch.ones(4, 2, device=x.device)).exp().square().sum(0)
-    compiled = torch.compile(function)
-
-    def run(device: str) -> list[Tensor]:
-        found = []
-        for n in (3, 5, 6, 9):
-            x = torch.linspace(-1, 1, n * 4).reshape(n, 4).to(device).requires_grad_()
-            (compiled if device == "tpu" else function)(x).mul(torch.tensor([1.0, 2.0], device=device)).sum().backward()
-            found.append(x.grad.cpu())
-        return found
-
-    check(run, "buckets")
+    check(run, "replay")
 
 
 def test_an_error_of_the_program_itself_is_raised_as_it_is_and_is_no_bailout() -> None:

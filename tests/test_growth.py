@@ -321,13 +321,13 @@ def test_sizes_in_other_relations_than_before_are_padded_otherwise_or_not_at_all
     assert same_on_both(loop)[1] > 0
 
 
-def test_nothing_grows_in_deterministic_mode_or_without_buckets() -> None:
+def test_nothing_grows_in_deterministic_mode_or_without_padding() -> None:
     def loop(device: str) -> list[Tensor]:
         return [torch.ones(n, 5, device=device).exp().sum(0).cpu() for n in range(3, 9)]
 
     with config.using(deterministic=True):
         assert same_on_both(loop)[1] == 0
-    with config.using(buckets=False):
+    with config.using(padding=False):
         assert same_on_both(loop)[1] == 0
     assert same_on_both(lambda device: [x * 2 for x in loop(device)])[1] == 0, "these lengths have programs"
 
