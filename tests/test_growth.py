@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtpu import config, metrics
+from torchtpu.runtime.padding import evaluate
 from torchtpu.runtime.padding.layout import room_for
 
 LENGTHS = [3, 4, 5, 6, 7, 9, 12, 20, 31, 32, 33, 40, 8]
@@ -434,3 +435,28 @@ def test_a_number_that_changes_what_an_op_means_is_no_size() -> None:
 
     for mine, theirs in zip(loop("tpu"), loop("cpu"), strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def lengthening(columns: int) -> list[Tensor]:
+    return [(torch.ones(n, columns).to("tpu") * 0.5).exp().sum(0).cpu() for n in range(3, 8)]
+
+
+def test_the_check_of_padding_names_the_line_of_a_rule_that_reads_the_surplus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(evaluate._RULES, "reduce_sum", evaluate._elementwise)
+    named = r"aten::sum.* recorded at .*test_growth\.py:"
+    with config.using(check="padding"), pytest.raises(RuntimeError, match=named):
+        lengthening(23)
+
+
+def test_the_check_of_padding_finds_nothing_where_rules_are_right() -> None:
+    with config.using(check="padding"):
+        lengthening(29)
+        weight = torch.ones(4, 4, device="tpu", requires_grad=True)
+        for n in range(3, 9):
+            x = torch.arange(n * 4.0).reshape(n, 4).to("tpu")
+            (torch.softmax(x @ weight, 0).cumsum(0) * F.dropout(x, 0.5)).sum().backward()
+            made = torch.cat([x, weight.grad]).sort(0).values
+            F.embedding((made[:, 0] * 0).long(), weight).mean().item()
+    counts = metrics.snapshot()
+    assert counts["regions_padded"] > 4
+    assert counts["launches"] >= 11 + counts["regions_padded"], "each padded program is launched twice"

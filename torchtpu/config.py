@@ -55,6 +55,7 @@ KNOBS: Mapping[str, Knob] = {
         Knob("num_devices", 1, int, "devices that platform cpu pretends to have", True),
         Knob("sync", False, bool, "run each op at once, so that an error is raised on its own line (slow)"),
         Knob("log", (), "launch,cluster,stablehlo", "what to log: a line per launch, per cluster, program texts"),
+        Knob("check", "off", "off|padding", "run each padded program twice, with other surplus, and compare (slow)"),
         Knob("debug_nans", "off", "off|nan|inf", "check what each op makes for NaN, or for NaN and infinities (slow)"),
         Knob(
             "policy",

@@ -66,6 +66,11 @@ class PaddedExecutable:
         self._inputs = padded.inputs
         self._numbers = torch.tensor(padded.numbers, dtype=torch.int64) if padded.numbers else None
 
+    @property
+    def shapes(self) -> list[Shape | None]:
+        """What counts of each input that is longer."""
+        return [self._inputs.get(i) for i in range(len(self.program.inputs))]
+
     def work(self, work: Any) -> PaddedWork:
         """What the padded program is launched with."""
         return PaddedWork(work, self)
@@ -129,6 +134,8 @@ class PaddedWork:
         self.executable = executable.executable
         self.program: Program = executable.program
         self.ints = executable.ints(work.ints)
+        self.shapes = executable.shapes
+        self.second: Any = None  # the same launch with another surplus, where that is checked
         self._arrays: list[Any] | None = None
 
     @property
@@ -145,8 +152,12 @@ class PaddedWork:
         return list(self._arrays)
 
     def done(self, arrays: list[Any], guards: list[Any]) -> None:
-        made = list(arrays)
-        for k, shape in self._padded.outputs.items():
+        made, counts = list(arrays), self._padded.outputs
+        for k, shape in counts.items():
             made[k] = PaddedArray(made[k], shape)
         self._arrays = None
-        self._work.done(made, guards)
+        fault = self.second and self.second.difference(arrays, guards, list(map(counts.get, range(len(arrays)))))
+        if fault:
+            self._work.failed(fault)
+        else:
+            self._work.done(made, guards)
