@@ -16,11 +16,13 @@ What an op makes of longer arrays is the business of `evaluate`.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
 import itertools
 import math
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -565,11 +567,41 @@ def check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], fi
     is; `numbers` are the run-time ints from the `first` on."""
     counts = () if op.padding is None else op.padding.counts
     values = dict(zip("abcdefgh", (numbers[count.index - first] for count in counts), strict=False))
-    functions = {"floordiv": int.__floordiv__, "mod": int.__mod__, "max": max, "min": min}
     for expression in expressions:
-        found = eval(expression.replace("^", "**"), {"__builtins__": {}, **functions}, values)  # noqa: S307 -- see `checked`
-        if found == 0:
+        if value_of(expression, values) == 0:
             raise Refused(f"{op.name} where {expression} is 0")
+
+
+def value_of(expression: str, values: Mapping[str, int]) -> int:
+    """What an expression of sizes, as jax writes it, is; Refused where it is none."""
+    return _value(_parsed(expression), values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression.replace("^", "**"), mode="eval").body
+
+
+_OPERATORS: Mapping[type[ast.AST], Callable[..., int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow, ast.USub: operator.neg,
+}  # fmt: skip
+_FUNCTIONS: Mapping[str, Callable[..., int]] = {
+    "floordiv": operator.floordiv, "mod": operator.mod, "max": max, "min": min,
+}  # fmt: skip
+
+
+def _value(node: ast.expr, values: Mapping[str, int]) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name) and node.id in values:
+        return values[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.operand, values))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        return _FUNCTIONS[node.func.id](*(_value(item, values) for item in node.args))
+    raise Refused(f"the size {ast.unparse(node)}")
 
 
 class _Made(NamedTuple):
