@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtpu import config, metrics
+from torchtpu import config, metrics, startup
 from torchtpu.runtime.padding import evaluate
 from torchtpu.runtime.padding.layout import room_for
 
@@ -460,3 +460,36 @@ def test_the_check_of_padding_finds_nothing_where_rules_are_right() -> None:
     counts = metrics.snapshot()
     assert counts["regions_padded"] > 4
     assert counts["launches"] >= 11 + counts["regions_padded"], "each padded program is launched twice"
+
+
+def test_ops_are_traced_while_other_regions_may_be_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = startup.engine()._layouts
+    pad, was_free = layouts.pad, []
+
+    def spy(program: Any, others: Any, check: Callable[[Any], None]) -> Any:
+        def checked(padded: Any) -> None:
+            was_free.append(not layouts._lock.locked())
+            check(padded)
+
+        return pad(program, others, checked)
+
+    monkeypatch.setattr(layouts, "pad", spy)
+    lengthening(37)
+    assert was_free
+    assert all(was_free)
+
+
+@pytest.mark.parametrize("pool", [F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d])
+def test_pools_of_a_changing_batch_are_padded_forward_and_backward(pool: Callable[[Tensor, int], Tensor]) -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (3, 5, 6, 7, 9, 11):
+            x = torch.randn(n, 4, 8, 8, generator=torch.Generator().manual_seed(n)).to(device).requires_grad_()
+            made = pool(x, 2)
+            made.square().sum().backward()
+            found += [made.detach().cpu(), x.grad.cpu()]
+        return found
+
+    compiled, padded = same_on_both(loop)
+    assert padded == 4
+    assert compiled <= 3

@@ -407,8 +407,8 @@ class Template:
             self._limits = _limits_of(self._outline(program))
         bounds = {name: self._bound(name, values[name]) for name in self._behind}
         key = tuple(bounds.values())
-        if key not in self._programs:
-            self._programs[key] = _Maker(program, self._outline(program), bounds).make()
+        if key not in self._programs:  # another thread may make it, too: the first one counts
+            self._programs.setdefault(key, _Maker(program, self._outline(program), bounds).make())
         made = self._programs[key]
         inputs = {i: program.inputs[i].shape for i in made.inputs}
         shapes = {~i: base.shape for i, base in enumerate(program.inputs)}
@@ -499,22 +499,28 @@ class Layouts:
         were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
         shared, slots = slots_of(program, self._is_special)
         with self._lock:
-            known = self._templates.setdefault(shared, [])
-            error: Exception = Refused("no other sizes of it are known")
-            makers: list[Callable[[], Any]] = [functools.partial(_same, template) for template in known]
-            for make in (*makers, *self._makers(program, shared, slots, others)):
-                try:
-                    template = make()
-                    padded = template.pad(program, slots)
-                    check(padded)
-                except Exception as raised:  # noqa: BLE001 -- another form may do
-                    error = raised
-                    continue
-                self._templates[shared] = [template, *(t for t in known if t is not template)][:_MOST_TEMPLATES]
-                return padded
-            if len(self._templates) > _MOST_OUTLINES:
+            known, recent = list(self._templates.get(shared, ())), list(reversed(self._recent))
+        error: Exception = Refused("no other sizes of it are known")
+        makers: list[Callable[[], Any]] = [functools.partial(_same, template) for template in known]
+        for make in (*makers, *self._makers(program, shared, slots, [*others, *recent])):
+            try:
+                template = make()
+                padded = template.pad(program, slots)
+                check(padded)
+            except Exception as raised:  # noqa: BLE001 -- another form may do
+                error = raised
+                continue
+            self._keep(shared, template)
+            return padded
+        raise error
+
+    def _keep(self, shared: Outline, template: Template) -> None:
+        """Keeps a template that was of use, as the first to be tried."""
+        with self._lock:
+            others = [t for t in self._templates.get(shared, ()) if t is not template]
+            self._templates[shared] = [template, *others][:_MOST_TEMPLATES]
+            while len(self._templates) > _MOST_OUTLINES:
                 del self._templates[next(iter(self._templates))]
-            raise error
 
     def pad_as(self, program: Program, samples: Sequence[Program], check: Callable[[Padded], None]) -> Padded:
         """The padded form of a program that another process made of these samples; raises Refused, or what `check`
@@ -528,7 +534,7 @@ class Layouts:
         self, program: Program, shared: Outline, slots: list[int], others: Sequence[Program]
     ) -> Iterator[Callable[[], Template]]:
         """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
-        samples = self._samples(shared, {tuple(slots): program}, [*others, *reversed(self._recent)])
+        samples = self._samples(shared, {tuple(slots): program}, others)
         for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES))):
             yield functools.partial(Template, shared, self._is_special, dict(itertools.islice(samples.items(), count)))
 
