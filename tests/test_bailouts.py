@@ -17,6 +17,7 @@ from torchtpu.compile import graphs
 from torchtpu.runtime import _C, engine
 from torchtpu.runtime.compile import plan_cache, variants
 from torchtpu.runtime.lowering import emit
+from torchtpu.runtime.padding import arrays
 from torchtpu.runtime.partition.clusters import Clusters
 from torchtpu.runtime.partition.split import split
 from torchtpu.runtime.telemetry.bailouts import Bailouts
@@ -71,6 +72,21 @@ def test_a_rule_that_raises_leaves_sizes_as_they_are(monkeypatch: pytest.MonkeyP
 def test_what_has_no_program_with_room_has_an_exact_one(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.Engine, "_with_padding", way)
     check(lengthening, "padding")
+
+
+@pytest.mark.bailouts("padding")
+@pytest.mark.usefixtures("all_anew")
+def test_what_cannot_be_launched_with_room_is_launched_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays.PaddedWork, "inputs", fails)
+    check(lengthening, "padding")
+
+
+@pytest.mark.bailouts("fitting")
+def test_a_region_that_is_not_fitted_into_memory_is_launched_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup.engine()._executor._fitting, "fit", fails)
+    run = lambda device: [(torch.ones(1 << 18, device=device) * 0.25).exp().sqrt().cpu()]
+    with config.using(memory_limit=1 << 20):
+        check(run, "fitting")
 
 
 @pytest.mark.bailouts("clusters")

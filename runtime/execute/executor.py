@@ -195,6 +195,8 @@ class Executor:
             self._counters.bailouts.note("check", work.second.error, work.program.line)
 
     def _recover(self, work: Any, error: Exception, place: int | None) -> None:
+        if isinstance(work, PaddedWork) and not isinstance(error, torch.OutOfMemoryError):
+            self._counters.bailouts.note("padding", error.__cause__ or error, work.program.line)
         self._recovery.settle(self._as_recorded(work), error, place)
 
     def _roll_back(self, work: Any, error: BaseException) -> None:
@@ -354,7 +356,12 @@ class Executor:
             if form.argument_bytes + needed <= limit and memory.has_room(device, needed, about.line):
                 return None
             room = memory.room_for(device, arguments)
-            parts, tried = self._fitting.fit(work.program, device, room)
+            found = None
+            with self._counters.bailouts.attempt("fitting", about.line):
+                found = self._fitting.fit(work.program, device, room)
+            if found is None:
+                return None
+            parts, tried = found
             if parts is None:
                 program = work.program
                 place = first_too_large(program, memory.free_for(device, arguments))
