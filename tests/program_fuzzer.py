@@ -46,7 +46,7 @@ LEFT_OUT = re.compile(
     r"|jiterator|_batch_norm|alias_copy|cov|corrcoef|to_sparse|as_strided|resize|svd|unique|histogram|fractional|sparse"
     r"|item|equal|allclose|__r|special.*(bessel|airy|hermite|laguerre|legendre|chebyshev)|data_ptr|_copy$|remainder|fmod"
     r"|floor_divide|tan$|reciprocal|digamma|isin|nextafter|ctc|multilabel|grid_sample|interpolate|upsample|scaled_dot"
-    r"|gumbel|matrix_exp|renorm|rot90|cond|multi_head|embedding_bag|put$|index_reduce|scatter_reduce|_segment|histc"
+    r"|gumbel|matrix_exp|bucketize|searchsorted|renorm|rot90|cond|multi_head|embedding_bag|put$|index_reduce|scatter_reduce|_segment|histc"
 )
 
 

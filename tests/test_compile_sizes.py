@@ -235,6 +235,19 @@ def test_a_graph_that_draws_draws_what_eager_draws(function: Callable[[Tensor], 
     assert metrics.snapshot()["regions_padded"] > 0
 
 
+def test_a_buffer_that_is_written_up_to_a_changing_length_is_padded() -> None:
+    def fill(x: Tensor, buffer: Tensor) -> Tensor:
+        buffer[: len(x)].add_(x.sum(1))
+        buffer[len(x) :] = 1
+        return x.flatten().view(-1, 2) * len(x)
+
+    compiled, mine, theirs = torch.compile(fill, dynamic=True), torch.zeros(64), torch.zeros(64, device="tpu")
+    for rows in (3, 5, 6, 9, 12, 30):
+        assert_as_on_cpu(compiled(floats(rows, 4).to("tpu"), theirs), fill(floats(rows, 4), mine))
+    assert_as_on_cpu(theirs, mine)
+    assert metrics.snapshot()["regions_padded"] >= 3
+
+
 def test_a_dimension_that_is_marked_is_compiled_for_many_sizes_at_once() -> None:
     compiled = torch.compile(lambda x: (x.sin() @ x.t()).sum(0))
     for rows in (3, 5, 6, 9, 12):

@@ -356,7 +356,7 @@ class Executor:
             if form.argument_bytes + needed <= limit and memory.has_room(device, needed, about.line):
                 return None
             room = memory.room_for(device, arguments)
-            found = None
+            found: Any = None
             with self._counters.bailouts.attempt("fitting", about.line):
                 found = self._fitting.fit(work.program, device, room)
             if found is None:
