@@ -56,10 +56,10 @@ class Engine:
     """Compiles and runs what the recorder hands over. All methods may be called from any thread.
 
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
-    lowerings ask; `knob` gives the settings clusters, log, memory_limit, debug_nans, policy and num_compile_threads;
-    `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors (see `Memory`). A
-    `journal` hears of every program and of what became of it; `observers`, a list that may change, hear of each program
-    and launch, `planned` of each region's program.
+    lowerings ask; `knob` gives the settings clusters, log, check, memory_limit, debug_nans, policy and
+    num_compile_threads; `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors
+    (see `Memory`). A `journal` hears of every program and of what became of it; `observers`, a list that may change,
+    hear of each program and launch, `planned` of each region's program.
     `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
     `is_special` which of them do so as single values.
     """
@@ -284,10 +284,9 @@ class Engine:
 
     def _refuse(self, program: Program, error: BaseException) -> None:
         """Notes why a program is not padded."""
-        cause = f"{error} (the region at {program.line})"
-        self.counters.not_padded(cause)
+        self.counters.not_padded(str(error), program.line)
         if "cluster" in self._knob("log"):
-            log.write(f"tpu: not padded: {cause}")
+            log.write(f"tpu: not padded: {error} (the region at {program.line})")
 
     def load(self, recorded: Iterable[Recorded], device: int = 0) -> list[Future[Loaded]]:
         """Asks for the programs of a manifest before anything needs them."""

@@ -317,12 +317,20 @@ class Call(NamedTuple):
 
 
 def lowered_call(
-    entry: Any, func: Any, args: Any, kwargs: Any, expected: list[Any], lifted: bool, platform: str
+    entry: Any,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    expected: list[Any],
+    lifted: bool,
+    platform: str,
+    size: Callable[[int], Any] = int,
 ) -> Call:
-    """The lowering's call, its results cast to the dtypes of `expected`; `lifted` makes its numbers arrays too."""
+    """The lowering's call, its results cast to the dtypes of `expected`; `lifted` makes its numbers arrays too, and
+    `size` maps the sizes of its results."""
     registry = importlib.import_module("torchtpu.ops.registry")
     leaves: list[Any] = []
-    results = tuple((tuple(t.shape), t.dtype) for t in expected if isinstance(t, torch.Tensor))
+    results = tuple((tuple(map(size, t.shape)), t.dtype) for t in expected if isinstance(t, torch.Tensor))
     checks: list[tuple[Any, str, type[Exception]]] = []
 
     def encode(argument: Any, value: Any) -> Callable[[Any], Any]:

@@ -46,7 +46,7 @@ LEFT_OUT = re.compile(
     r"|jiterator|_batch_norm|alias_copy|cov|corrcoef|to_sparse|as_strided|resize|svd|unique|histogram|fractional|sparse"
     r"|item|equal|allclose|__r|special.*(bessel|airy|hermite|laguerre|legendre|chebyshev)|data_ptr|_copy$|remainder|fmod"
     r"|floor_divide|tan$|reciprocal|digamma|isin|nextafter|ctc|multilabel|grid_sample|interpolate|upsample|scaled_dot"
-    r"|gumbel|matrix_exp|renorm|rot90|cond|multi_head|embedding_bag|put$|index_reduce|scatter_reduce|_segment|histc"
+    r"|gumbel|matrix_exp|bucketize|searchsorted|renorm|rot90|cond|multi_head|embedding_bag|put$|index_reduce|scatter_reduce|_segment|histc"
 )
 
 
@@ -247,8 +247,8 @@ torch.full((n, 3), 1.5, device=device)|torch.stack([{x}, {x}])|torch.cat([{x}, {
 {x}.index_select({d}, torch.arange({x}.shape[{d}] // 2, device=device))
 {x}[torch.arange({x}.shape[0], device=device) // 2]|{x}[-1] * 2|{x}.diff(dim={d})|{x}.unfold({d}, 2, 1).sum(-1)
 torch.linspace(0, 1, n, device=device)|{x}.cummax({d})[0]|{x}.count_nonzero({d})|{x}.trace()|{x}.diagonal().sum()
-F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None], is_causal=True).contiguous()[0, 0]
-F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None]).contiguous()[0, 0]
+F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None], is_causal=True)[0, 0]
+F.scaled_dot_product_attention({x}[None, None], {x}[None, None], {x}[None, None])[0, 0]
 torch.tensor({x}.shape, device=device)
 """
 )
@@ -260,8 +260,8 @@ BINARY = templates(
 torch.lerp({x}, {y}, 0.3)|{x}.pow(2) + {y}|F.linear({x}, {y})|torch.einsum('ij,kj->ik', {x}, {y})
 F.mse_loss({x}, {y})|torch.cdist({x}, {y})|torch.stack([{x}, {y}], 1)|{x}.masked_fill({y} > 0, 0.5)|{x}[{y} > 0]
 torch.logical_xor({x}, {y})|torch.bmm({x}[None], {y}[None])
-F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {y}[None, None]).contiguous()[0, 0]
-F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {y}[None, None], is_causal=True).contiguous()[0, 0]
+F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {y}[None, None])[0, 0]
+F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {y}[None, None], is_causal=True)[0, 0]
 F.embedding({x}.argmax(-1) % {y}.shape[0], {y})|{x}.scatter({d}, {x}.argmax({d}, keepdim=True), {y})
 torch.hstack([{x}, {y}])
 """

@@ -13,10 +13,11 @@ from torch import Tensor
 
 import torchtpu
 from torchtpu import config, metrics, startup
-from torchtpu.compile import buckets, graphs
+from torchtpu.compile import graphs
 from torchtpu.runtime import _C, engine
 from torchtpu.runtime.compile import plan_cache, variants
 from torchtpu.runtime.lowering import emit
+from torchtpu.runtime.padding import arrays
 from torchtpu.runtime.partition.clusters import Clusters
 from torchtpu.runtime.partition.split import split
 from torchtpu.runtime.telemetry.bailouts import Bailouts
@@ -73,6 +74,21 @@ def test_what_has_no_program_with_room_has_an_exact_one(way: Any, monkeypatch: p
     check(lengthening, "padding")
 
 
+@pytest.mark.bailouts("padding")
+@pytest.mark.usefixtures("all_anew")
+def test_what_cannot_be_launched_with_room_is_launched_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays.PaddedWork, "inputs", fails)
+    check(lengthening, "padding")
+
+
+@pytest.mark.bailouts("fitting")
+def test_a_region_that_is_not_fitted_into_memory_is_launched_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup.engine()._executor._fitting, "fit", fails)
+    run = lambda device: [(torch.ones(1 << 18, device=device) * 0.25).exp().sqrt().cpu()]
+    with config.using(memory_limit=1 << 20):
+        check(run, "fitting")
+
+
 @pytest.mark.bailouts("clusters")
 @pytest.mark.usefixtures("all_anew")
 def test_a_region_whose_search_for_clusters_raises_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,51 +133,14 @@ def test_a_region_stays_in_its_usual_form_where_choosing_raises(name: str, monke
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.bailouts("buckets", "replay")
-@pytest.mark.parametrize(
-    ("what", "owner", "name"),
-    [
-        ("buckets", buckets, "_analyse"),
-        ("buckets", buckets, "Writer"),
-        ("buckets", buckets.Padded, "_widened"),
-        ("replay", graphs, "_Builder"),
-    ],
-)
-def test_a_compiled_graph_runs_without_what_raises(
-    what: str, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, fails)
-    function = torch.compile(lambda x: x.sin().sum(0) * 2, dynamic=None if what == "buckets" else False)
-    sizes = (3, 5, 6) if what == "buckets" else (3,)
+@pytest.mark.bailouts("replay")
+def test_a_compiled_graph_that_is_not_readied_runs_node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_Builder", fails)
+    function = torch.compile(lambda x: x.sin().sum(0) * 2, dynamic=False)
     run = lambda device: [
-        (function(x.to(device)) if device == "tpu" else x.sin().sum(0) * 2).cpu() for x in map(torch.ones, sizes)
+        (function(x.to(device)) if device == "tpu" else x.sin().sum(0) * 2).cpu() for x in [torch.ones(3)]
     ]
-    check(run, what)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.bailouts("buckets")
-def test_a_backward_graph_that_is_not_padded_takes_what_a_padded_forward_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    written, count = buckets.Writer.written, 0
-
-    def second_fails(self: buckets.Writer) -> Any:
-        nonlocal count
-        count += 1
-        return written(self) if count % 2 else fails()
-
-    monkeypatch.setattr(buckets.Writer, "written", second_fails)
-    function = lambda x: (x.exp().sin() @ torch.ones(4, 2, device=x.device)).exp().square().sum(0)
-    compiled = torch.compile(function)
-
-    def run(device: str) -> list[Tensor]:
-        found = []
-        for n in (3, 5, 6, 9):
-            x = torch.linspace(-1, 1, n * 4).reshape(n, 4).to(device).requires_grad_()
-            (compiled if device == "tpu" else function)(x).mul(torch.tensor([1.0, 2.0], device=device)).sum().backward()
-            found.append(x.grad.cpu())
-        return found
-
-    check(run, "buckets")
+    check(run, "replay")
 
 
 def test_an_error_of_the_program_itself_is_raised_as_it_is_and_is_no_bailout() -> None:

@@ -204,7 +204,7 @@ def decode(device: str, tokens: int) -> tuple[list[float], list[int]]:
 
 @pytest.fixture
 def no_room() -> Iterator[None]:
-    with config.using(buckets=False):
+    with config.using(padding=False):
         yield
 
 

@@ -233,3 +233,24 @@ def test_explaining_costs_no_launch_and_no_program() -> None:
     explained(read_in_a_loop)
     counts = metrics.snapshot()
     assert counts["programs_compiled"] == counts["trie_misses"] == 0
+
+
+def transform_what_grows() -> None:
+    for rows in range(3, 8):
+        torch.fft.fft(torch.ones(rows, 6, device="tpu"), dim=0).abs().sum().item()
+
+
+def test_regions_that_are_compiled_for_each_size_are_named_with_line_and_cause() -> None:
+    transform_what_grows()
+    with torchtpu.explain() as explanation:
+        transform_what_grows()
+    assert explanation.data["not_padded"] == [], "their programs were there"
+    with torchtpu.explain() as explanation:
+        for rows in range(9, 12):
+            torch.fft.fft(torch.ones(rows, 7, device="tpu"), dim=0).abs().mean().item()
+    rows_of_report = explanation.data["not_padded"]
+    assert sum(row["count"] for row in rows_of_report) == 1
+    assert "a Fourier transform of changing length" in rows_of_report[0]["cause"]
+    assert "test_explain.py" in rows_of_report[0]["line"]
+    assert "Fourier transform of changing length" in str(explanation)
+    assert "Regions compiled for each of their sizes" in explanation.html()

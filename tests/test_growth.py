@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtpu import config, metrics
+from torchtpu import config, metrics, startup
+from torchtpu.runtime.padding import evaluate
 from torchtpu.runtime.padding.layout import room_for
 
 LENGTHS = [3, 4, 5, 6, 7, 9, 12, 20, 31, 32, 33, 40, 8]
@@ -321,13 +322,13 @@ def test_sizes_in_other_relations_than_before_are_padded_otherwise_or_not_at_all
     assert same_on_both(loop)[1] > 0
 
 
-def test_nothing_grows_in_deterministic_mode_or_without_buckets() -> None:
+def test_nothing_grows_in_deterministic_mode_or_without_padding() -> None:
     def loop(device: str) -> list[Tensor]:
         return [torch.ones(n, 5, device=device).exp().sum(0).cpu() for n in range(3, 9)]
 
     with config.using(deterministic=True):
         assert same_on_both(loop)[1] == 0
-    with config.using(buckets=False):
+    with config.using(padding=False):
         assert same_on_both(loop)[1] == 0
     assert same_on_both(lambda device: [x * 2 for x in loop(device)])[1] == 0, "these lengths have programs"
 
@@ -434,3 +435,61 @@ def test_a_number_that_changes_what_an_op_means_is_no_size() -> None:
 
     for mine, theirs in zip(loop("tpu"), loop("cpu"), strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def lengthening(columns: int) -> list[Tensor]:
+    return [(torch.ones(n, columns).to("tpu") * 0.5).exp().sum(0).cpu() for n in range(3, 8)]
+
+
+def test_the_check_of_padding_names_the_line_of_a_rule_that_reads_the_surplus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(evaluate._RULES, "reduce_sum", evaluate._elementwise)
+    named = r"aten::sum.* recorded at .*test_growth\.py:"
+    with config.using(check="padding"), pytest.raises(RuntimeError, match=named):
+        lengthening(23)
+
+
+def test_the_check_of_padding_finds_nothing_where_rules_are_right() -> None:
+    with config.using(check="padding"):
+        lengthening(29)
+        weight = torch.ones(4, 4, device="tpu", requires_grad=True)
+        for n in range(3, 9):
+            x = torch.arange(n * 4.0).reshape(n, 4).to("tpu")
+            (torch.softmax(x @ weight, 0).cumsum(0) * F.dropout(x, 0.5)).sum().backward()
+            made = torch.cat([x, weight.grad]).sort(0).values
+            F.embedding((made[:, 0] * 0).long(), weight).mean().item()
+    counts = metrics.snapshot()
+    assert counts["regions_padded"] > 4
+    assert counts["launches"] >= 11 + counts["regions_padded"], "each padded program is launched twice"
+
+
+def test_ops_are_traced_while_other_regions_may_be_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = startup.engine()._layouts
+    pad, was_free = layouts.pad, []
+
+    def spy(program: Any, others: Any, check: Callable[[Any], None]) -> Any:
+        def checked(padded: Any) -> None:
+            was_free.append(not layouts._lock.locked())
+            check(padded)
+
+        return pad(program, others, checked)
+
+    monkeypatch.setattr(layouts, "pad", spy)
+    lengthening(37)
+    assert was_free
+    assert all(was_free)
+
+
+@pytest.mark.parametrize("pool", [F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d])
+def test_pools_of_a_changing_batch_are_padded_forward_and_backward(pool: Callable[[Tensor, int], Tensor]) -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (3, 5, 6, 7, 9, 11):
+            x = torch.randn(n, 4, 8, 8, generator=torch.Generator().manual_seed(n)).to(device).requires_grad_()
+            made = pool(x, 2)
+            made.square().sum().backward()
+            found += [made.detach().cpu(), x.grad.cpu()]
+        return found
+
+    compiled, padded = same_on_both(loop)
+    assert padded == 4
+    assert compiled <= 3

@@ -13,6 +13,7 @@ import pytest
 import torch
 from reference_engine import reference_engine
 from torch import Tensor
+from torch.nn import functional as F
 
 from torchtpu import config
 from torchtpu.ops import registry
@@ -116,3 +117,17 @@ def test_a_tensor_without_elements_is_not_written_with_itself_even_where_it_was_
             assert put("tpu", name) == put("cpu", name)
         assert put("tpu", "alias") == "written"
         assert "single memory location" in put("tpu", "self")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)])
+def test_attention_lays_out_its_result_as_the_cpu_does(order: tuple[int, ...], dropout: float) -> None:
+    shape, back = (2, 3, 4, 5), [order.index(k) for k in range(4)]
+    for turned in range(3):
+        found = []
+        for device in ("cpu", "tpu"):
+            given = [torch.ones(shape, device=device) for _ in range(3)]
+            given[turned] = torch.ones([shape[k] for k in order], device=device).permute(back)
+            found.append(F.scaled_dot_product_attention(*given, dropout_p=dropout))
+        assert found[1].stride() == found[0].stride()
+        assert found[1].cpu().shape == found[0].shape

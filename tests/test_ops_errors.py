@@ -7,6 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
+
+
+def ones(on: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.ones(shape, device=on) for shape in shapes]
+
 
 REFUSED: dict[str, Callable[[str], Any]] = {
     "heaviside_ of two dtypes": lambda on: torch.zeros(3, device=on).heaviside_(torch.ones(3, device=on).double()),
@@ -16,6 +22,15 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "lstsq of other batches": lambda on: torch.linalg.lstsq(
         torch.zeros(2, 3, 3, device=on), torch.zeros(3, 3, 3, device=on)
     ),
+    "addmm of more dimensions": lambda on: torch.addmm(*ones(on, (2, 3, 4), (3, 5), (5, 4))),
+    "addmm of nothing of more dimensions": lambda on: torch.addmm(*ones(on, (1, 3, 4), (3, 5), (5, 4)), beta=0),
+    "addmm with an activation of more dimensions": lambda on: torch._addmm_activation(
+        *ones(on, (2, 3, 4), (3, 5), (5, 4))
+    ),
+    "linear with a bias of more dimensions": lambda on: F.linear(*ones(on, (3, 5), (4, 5), (1, 1, 4))),
+    "linear with a bias of more rows": lambda on: F.linear(*ones(on, (1, 5), (4, 5), (2, 4))),
+    "linear of batches with a larger bias": lambda on: F.linear(*ones(on, (2, 3, 5), (4, 5), (1, 2, 3, 4))),
+    "linear of a vector with a larger bias": lambda on: F.linear(*ones(on, (5,), (4, 5), (2, 4))),
 }
 
 

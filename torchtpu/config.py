@@ -55,6 +55,7 @@ KNOBS: Mapping[str, Knob] = {
         Knob("num_devices", 1, int, "devices that platform cpu pretends to have", True),
         Knob("sync", False, bool, "run each op at once, so that an error is raised on its own line (slow)"),
         Knob("log", (), "launch,cluster,stablehlo", "what to log: a line per launch, per cluster, program texts"),
+        Knob("check", "off", "off|padding", "run each padded program twice, with other surplus, and compare (slow)"),
         Knob("debug_nans", "off", "off|nan|inf", "check what each op makes for NaN, or for NaN and infinities (slow)"),
         Knob(
             "policy",
@@ -70,7 +71,7 @@ KNOBS: Mapping[str, Knob] = {
         Knob("max_region_bytes", 1 << 37, "bytes", "a region without a read is cut after producing this many bytes"),
         Knob("clusters", True, bool, "compile what repeats in a region once, as programs that are launched many times"),
         Knob("sweep", True, bool, "try hot programs with other compile options too, and keep what is faster"),
-        Knob("buckets", True, bool, "pad sizes that keep changing, where that is safe, to a few"),
+        Knob("padding", True, bool, "compile regions whose sizes keep changing for longer arrays, which serve many"),
         Knob("max_in_flight", 32, int, "regions queued before recording waits"),
         Knob("max_trie_nodes", 200_000, int, "recorded ops a thread remembers; what came longest ago is forgotten"),
         Knob("max_programs", 1024, int, "programs in memory, per thread; beyond it the one used longest ago goes"),

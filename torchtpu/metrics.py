@@ -22,7 +22,8 @@ def snapshot() -> dict[str, Any]:
     and variants_kept were timed with other compile options and stayed with them; memory_waits, memory_collections,
     regions_split, ops_repeated and out_of_memory are what it did for want of memory; recompilations {reason: count}
     name the op, its line, and what of which argument varied; bailouts {optimisation and error: count} are optimisations
-    that failed, so that their regions run in the plain form;
+    that failed, so that their regions run in the plain form; regions_padded serve several sizes that change, and
+    regions_not_padded {cause and line: count} do not;
     count_reads {op: count} from the ops whose results' shapes depend on data; cpu_fallbacks {op: count} and
     bytes_fallback from the ops that ran on the CPU; collectives {name: count}, bytes_collectives and collective_ms
     (what launches waited) from torch.distributed.

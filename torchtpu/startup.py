@@ -280,8 +280,8 @@ def _apply(name: str, value: Any) -> None:
     _settings[name] = value
     if name == "sync":
         _C.set_sync(value)
-    elif name in ("policy", "deterministic", "buckets"):
-        _C.set_policy(config.get("policy") == "frozen", config.get("deterministic"), config.get("buckets"))
+    elif name in ("policy", "deterministic", "padding"):
+        _C.set_policy(config.get("policy") == "frozen", config.get("deterministic"), config.get("padding"))
     elif name == "debug_nans" and is_in_use():
         _C.forget_streams()  # their programs check nothing, or too much
     elif name in _LIMITS:

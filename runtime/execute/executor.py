@@ -20,7 +20,8 @@ from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.ir.values import roots_of
 from torchtpu.runtime.lowering.emit import failed_aval
 from torchtpu.runtime.lowering.views import fits
-from torchtpu.runtime.padding.arrays import PaddedArray, PaddedExecutable, without_surplus
+from torchtpu.runtime.padding.arrays import PaddedArray, PaddedExecutable, PaddedWork, without_surplus
+from torchtpu.runtime.padding.check import SecondLaunch
 from torchtpu.runtime.spmd.groups import Pieces
 from torchtpu.runtime.spmd.host_calls import HostCall
 from torchtpu.runtime.spmd.regions import Core, Joint
@@ -150,6 +151,8 @@ class Executor:
         """Whether launching the work takes no time but the program's: no other rank, no memory and no compile is waited
         for, and nothing has to be made."""
         executable = work.executable
+        if isinstance(executable, PaddedExecutable) and self._knob("check") != "off":
+            return False
         while isinstance(executable, PaddedExecutable):
             executable = executable.executable
         if isinstance(executable, Ladder):
@@ -168,7 +171,10 @@ class Executor:
             return
         if isinstance(executable, PaddedExecutable):
             with _Caught(work, self._recover):
-                self.launch(executable.work(work), executable.executable)
+                padded = executable.work(work)
+                if self._knob("check") == "padding" and not work.errors():
+                    self._check(padded, executable.executable)
+                self.launch(padded, executable.executable)
             return
         if PaddedArray.exist:
             work = without_surplus(self._client, self._counters, work)
@@ -181,7 +187,16 @@ class Executor:
         else:
             self._run_alone(work, executable)
 
+    def _check(self, work: PaddedWork, executable: Any) -> None:
+        """Launches a padded program with another surplus; the launch proper compares what it makes."""
+        work.second = SecondLaunch(self._client, work)
+        self._run_alone(work.second, executable)
+        if work.second.error is not None:
+            self._counters.bailouts.note("check", work.second.error, work.program.line)
+
     def _recover(self, work: Any, error: Exception, place: int | None) -> None:
+        if isinstance(work, PaddedWork) and not isinstance(error, torch.OutOfMemoryError):
+            self._counters.bailouts.note("padding", error.__cause__ or error, work.program.line)
         self._recovery.settle(self._as_recorded(work), error, place)
 
     def _roll_back(self, work: Any, error: BaseException) -> None:
@@ -367,7 +382,12 @@ class Executor:
             if form.argument_bytes + needed <= limit and memory.has_room(device, needed, about.line):
                 return None
             room = memory.room_for(device, arguments)
-            parts, tried = self._fitting.fit(work.program, device, room)
+            found: Any = None
+            with self._counters.bailouts.attempt("fitting", about.line):
+                found = self._fitting.fit(work.program, device, room)
+            if found is None:
+                return None
+            parts, tried = found
             if parts is None:
                 program = work.program
                 place = first_too_large(program, memory.free_for(device, arguments))

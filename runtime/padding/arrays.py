@@ -66,6 +66,11 @@ class PaddedExecutable:
         self._inputs = padded.inputs
         self._numbers = torch.tensor(padded.numbers, dtype=torch.int64) if padded.numbers else None
 
+    @property
+    def shapes(self) -> list[Shape | None]:
+        """What counts of each input that is longer."""
+        return [self._inputs.get(i) for i in range(len(self.program.inputs))]
+
     def work(self, work: Any) -> PaddedWork:
         """What the padded program is launched with."""
         return PaddedWork(work, self)
@@ -129,6 +134,8 @@ class PaddedWork:
         self.executable = executable.executable
         self.program: Program = executable.program
         self.ints = executable.ints(work.ints)
+        self.shapes = executable.shapes
+        self.second: Any = None  # the same launch with another surplus, where that is checked
         self._arrays: list[Any] | None = None
 
     @property
@@ -146,7 +153,12 @@ class PaddedWork:
 
     def done(self, arrays: list[Any], guards: list[Any]) -> None:
         self._arrays = None
-        self._work.done([self._made(k, array) for k, array in enumerate(arrays)], guards)
+        shapes = list(map(self._padded.outputs.get, range(len(arrays))))
+        fault = self.second and self.second.difference(arrays, guards, shapes)
+        if fault:
+            self._work.failed(fault)
+        else:
+            self._work.done([self._made(k, array) for k, array in enumerate(arrays)], guards)
 
     def keep(self, output: int, array: Any, guard: Any) -> None:
         self._work.keep(output, self._made(output, array), guard)

@@ -16,11 +16,13 @@ What an op makes of longer arrays is the business of `evaluate`.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
 import itertools
 import math
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +51,7 @@ _LEAST_ROOM = 32
 _WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
 _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
 _MOST_SIZE = 2**31 - 1
-_LEAST_BUCKET = 8  # sizes of a compiled graph are powers of two from here on
+_LEAST_BUCKET = 8  # whoever rounds sizes up to powers of two from here on pads already
 _MOST_VARIABLES = 6
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same room
 _MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
@@ -405,8 +407,8 @@ class Template:
             self._limits = _limits_of(self._outline(program))
         bounds = {name: self._bound(name, values[name]) for name in self._behind}
         key = tuple(bounds.values())
-        if key not in self._programs:
-            self._programs[key] = _Maker(program, self._outline(program), bounds).make()
+        if key not in self._programs:  # another thread may make it, too: the first one counts
+            self._programs.setdefault(key, _Maker(program, self._outline(program), bounds).make())
         made = self._programs[key]
         inputs = {i: program.inputs[i].shape for i in made.inputs}
         shapes = {~i: base.shape for i, base in enumerate(program.inputs)}
@@ -497,22 +499,28 @@ class Layouts:
         were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
         shared, slots = slots_of(program, self._is_special)
         with self._lock:
-            known = self._templates.setdefault(shared, [])
-            error: Exception = Refused("no other sizes of it are known")
-            makers: list[Callable[[], Any]] = [functools.partial(_same, template) for template in known]
-            for make in (*makers, *self._makers(program, shared, slots, others)):
-                try:
-                    template = make()
-                    padded = template.pad(program, slots)
-                    check(padded)
-                except Exception as raised:  # noqa: BLE001 -- another form may do
-                    error = raised
-                    continue
-                self._templates[shared] = [template, *(t for t in known if t is not template)][:_MOST_TEMPLATES]
-                return padded
-            if len(self._templates) > _MOST_OUTLINES:
+            known, recent = list(self._templates.get(shared, ())), list(reversed(self._recent))
+        error: Exception = Refused("no other sizes of it are known")
+        makers: list[Callable[[], Any]] = [functools.partial(_same, template) for template in known]
+        for make in (*makers, *self._makers(program, shared, slots, [*others, *recent])):
+            try:
+                template = make()
+                padded = template.pad(program, slots)
+                check(padded)
+            except Exception as raised:  # noqa: BLE001 -- another form may do
+                error = raised
+                continue
+            self._keep(shared, template)
+            return padded
+        raise error
+
+    def _keep(self, shared: Outline, template: Template) -> None:
+        """Keeps a template that was of use, as the first to be tried."""
+        with self._lock:
+            others = [t for t in self._templates.get(shared, ()) if t is not template]
+            self._templates[shared] = [template, *others][:_MOST_TEMPLATES]
+            while len(self._templates) > _MOST_OUTLINES:
                 del self._templates[next(iter(self._templates))]
-            raise error
 
     def pad_as(self, program: Program, samples: Sequence[Program], check: Callable[[Padded], None]) -> Padded:
         """The padded form of a program that another process made of these samples; raises Refused, or what `check`
@@ -526,7 +534,7 @@ class Layouts:
         self, program: Program, shared: Outline, slots: list[int], others: Sequence[Program]
     ) -> Iterator[Callable[[], Template]]:
         """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
-        samples = self._samples(shared, {tuple(slots): program}, [*others, *reversed(self._recent)])
+        samples = self._samples(shared, {tuple(slots): program}, others)
         for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES))):
             yield functools.partial(Template, shared, self._is_special, dict(itertools.islice(samples.items(), count)))
 
@@ -565,11 +573,41 @@ def check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], fi
     is; `numbers` are the run-time ints from the `first` on."""
     counts = () if op.padding is None else op.padding.counts
     values = dict(zip("abcdefgh", (numbers[count.index - first] for count in counts), strict=False))
-    functions = {"floordiv": int.__floordiv__, "mod": int.__mod__, "max": max, "min": min}
     for expression in expressions:
-        found = eval(expression.replace("^", "**"), {"__builtins__": {}, **functions}, values)  # noqa: S307 -- see `checked`
-        if found == 0:
+        if value_of(expression, values) == 0:
             raise Refused(f"{op.name} where {expression} is 0")
+
+
+def value_of(expression: str, values: Mapping[str, int]) -> int:
+    """What an expression of sizes, as jax writes it, is; Refused where it is none."""
+    return _value(_parsed(expression), values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression.replace("^", "**"), mode="eval").body
+
+
+_OPERATORS: Mapping[type[ast.AST], Callable[..., int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow, ast.USub: operator.neg,
+}  # fmt: skip
+_FUNCTIONS: Mapping[str, Callable[..., int]] = {
+    "floordiv": operator.floordiv, "mod": operator.mod, "max": max, "min": min,
+}  # fmt: skip
+
+
+def _value(node: ast.expr, values: Mapping[str, int]) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name) and node.id in values:
+        return values[node.id]
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.operand, values))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+        return _FUNCTIONS[node.func.id](*(_value(item, values) for item in node.args))
+    raise Refused(f"the size {ast.unparse(node)}")
 
 
 class _Made(NamedTuple):

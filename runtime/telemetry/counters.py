@@ -22,7 +22,7 @@ class Counters:
     regions_climbing: int = 0
     regions_fused: int = 0
     regions_padded: int = 0
-    regions_not_padded: dict[str, int] = field(default_factory=dict)  # by cause and line
+    regions_not_padded: dict[tuple[str, str], int] = field(default_factory=dict)  # by cause and line
     arrays_moved: int = 0
     programs_swept: int = 0
     variants_kept: int = 0
@@ -52,14 +52,17 @@ class Counters:
     regions_taken_apart: int = 0
     bailouts: Bailouts = field(default_factory=Bailouts)
 
-    def not_padded(self, cause: str) -> None:
+    def not_padded(self, cause: str, line: str) -> None:
         """A program whose sizes keep changing is compiled as it is."""
-        if cause in self.regions_not_padded or len(self.regions_not_padded) < _MOST_CAUSES:
-            self.regions_not_padded[cause] = self.regions_not_padded.get(cause, 0) + 1
+        known, event = self.regions_not_padded, (cause, line)
+        if event in known or len(known) < _MOST_CAUSES:
+            known[event] = known.get(event, 0) + 1
 
     def snapshot(self) -> dict[str, Any]:
         """The totals as a plain dict."""
-        return {**{each.name: getattr(self, each.name) for each in fields(self)}, "bailouts": self.bailouts.counts()}
+        texts = {f"{cause} (the region at {line})": count for (cause, line), count in self.regions_not_padded.items()}
+        totals = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**totals, "regions_not_padded": texts, "bailouts": self.bailouts.counts()}
 
     def reset(self) -> None:
         """Sets every total to zero."""

@@ -169,18 +169,13 @@ def _partition(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple
     from torch._functorch.partitioners import default_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
-    from torchtpu.compile import buckets
-
     for node in joint.graph.nodes:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if is_random and "recompute" in node.meta:
             for drawn in (node, *(user for user in node.users if user.target.__name__ == "getitem")):
                 drawn.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    is_padded = buckets.annotate(joint)
-    forward, backward = default_partition(joint, inputs, **kwargs)
-    if is_padded:
-        buckets.note_returned(forward, kwargs["num_fwd_outputs"])
-    return forward, backward
+    halves: tuple[Any, Any] = default_partition(joint, inputs, **kwargs)
+    return halves
 
 
 def _interface() -> type:

@@ -7,20 +7,25 @@ the graph's programs are found in the same trie and the same cache.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.fx import GraphModule, Node
 
-from torchtpu.compile import buckets, flex
-from torchtpu.compile.bucket_graph import line_of
+from torchtpu import startup
+from torchtpu.compile import flex
 from torchtpu.runtime import _C
 
 Boxed = Callable[[list[Any]], Any]
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -29,25 +34,25 @@ def compile_graph(graph: GraphModule, inputs: Sequence[Any]) -> Boxed:
     A graph with something else than ops in it (a `cond`, a size that depends on data) is run node by node instead.
     """
     flex.replace(graph)
-    run = _padded(graph) if buckets.is_padded(graph) else _exact(graph)
+    run = _interpreted(graph)
+    with _attempt(graph), contextlib.suppress(_Unreplayable):
+        run = _Builder(graph).build()
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of this calling convention
     return run
 
 
-def _exact(graph: GraphModule) -> Boxed:
-    run = _interpreted(graph)
-    with buckets.attempt("replay", graph), contextlib.suppress(_Unreplayable):
-        run = _Builder(graph).build()
-    return run
+def _attempt(graph: GraphModule) -> AbstractContextManager[None]:
+    """In the block the graph is readied for being recorded without Python: see `Bailouts.attempt`."""
+    lines = filter(None, map(_line_of, graph.graph.nodes))
+    return startup.engine_counters().bailouts.attempt("replay", next(lines, "a compiled graph"))
 
 
-def _padded(graph: GraphModule) -> Boxed:
-    exact = buckets.without_surplus(graph, lambda: _exact(graph))
-    run = exact
-    with buckets.attempt("buckets", graph), contextlib.suppress(_Unreplayable):
-        padded = buckets.Padded(graph)
-        run = padded.around(_Builder(padded.graph).build(), exact)
-    return run
+def _line_of(node: Node) -> str:
+    """The innermost user line that a node was traced from."""
+    for file, number in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+        if not file.startswith((_TORCH, "<")):
+            return f"{file}:{number}"
+    return ""
 
 
 def _interpreted(graph: GraphModule) -> Boxed:
@@ -158,11 +163,11 @@ class _Builder:
         arguments = [self._argument(a) for a in _positional(target, node)]
         if target is torch.ops.aten.native_group_norm.default and _is_contiguous(node.args[0]):
             dense = self._new_slot()  # it refuses the strides that the device may have instead of the promised ones
-            replay.add_op("aten::contiguous", "", arguments[:1], [dense], [], line_of(node))
+            replay.add_op("aten::contiguous", "", arguments[:1], [dense], [], _line_of(node))
             arguments[0] = _C.Slot(dense)
             dying.append(dense)
         name, overload = target._schema.name, target._schema.overload_name
-        replay.add_op(name, overload, arguments, results, dying, line_of(node))
+        replay.add_op(name, overload, arguments, results, dying, _line_of(node))
 
     def _output(self, value: Any) -> int:
         """The slot of an output; -1 for none, and for what is handed on."""

@@ -102,6 +102,7 @@ class Listener:
         self.fallbacks: list[Fallback] = []
         self.rooms: list[Room] = []
         self.bailouts: list[Bailout] = []  # known once it is closed
+        self.not_padded: dict[tuple[str, str], int] = dict(startup.engine_counters().regions_not_padded)  # before it
         self.made: list[Made] = []
         self._outputs: dict[str, list[Any]] = {}  # the op that made each output, by program
         self._most_made = 10_000  # before those are dropped of which nothing is alive
@@ -146,7 +147,10 @@ class Listener:
         self._waiting.put(None)
         self._watcher.join()
         self.finished = time.perf_counter()
-        self.bailouts = [b for b in startup.engine_counters().bailouts.last if b.at >= self.started]
+        counters, before = startup.engine_counters(), self.not_padded
+        self.bailouts = [b for b in counters.bailouts.last if b.at >= self.started]
+        counts = {event: n - before.get(event, 0) for event, n in counters.regions_not_padded.items()}
+        self.not_padded = {event: n for event, n in counts.items() if n > 0}
 
     def _watch(self) -> None:
         while (run := self._waiting.get()) is not None:

@@ -105,6 +105,7 @@ table('room', data.room, [['count', r => r.count], ['action', r => r.action], ['
   ['last time', r => r.last]]);
 table('bailouts', data.bailouts, [['optimisation', r => r.optimisation], ['line', r => r.line],
   ['cause', r => r.cause]]);
+table('not_padded', data.not_padded, [['count', r => r.count], ['line', r => r.line], ['cause', r => r.cause]]);
 drawTimeline();
 drawMap();
 document.getElementById('timeline').addEventListener('wheel', zoom, { passive: false });
@@ -121,6 +122,7 @@ _SECTIONS = (
     ("memory", "Largest live results"),
     ("room", "For want of memory"),
     ("bailouts", "Optimisations that failed"),
+    ("not_padded", "Regions compiled for each of their sizes"),
 )
 
 

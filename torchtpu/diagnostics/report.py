@@ -36,6 +36,10 @@ def build(listener: Listener) -> dict[str, Any]:
         "memory": _memory(listener),
         "room": _room(listener),
         "bailouts": [{"optimisation": b.what, "line": _where(b.line), "cause": b.cause} for b in listener.bailouts],
+        "not_padded": [
+            {"cause": cause, "line": _where(line), "count": count}
+            for (cause, line), count in listener.not_padded.items()
+        ],
         "timeline": timeline,
     }
 
@@ -272,6 +276,7 @@ def text(data: dict[str, Any]) -> str:
         "room", [f"{r['count']} x {r['action']} at {_where(r['line'])}: {r['last']}" for r in data["room"]]
     )
     lines += _section("bailouts", [f"{b['optimisation']} at {b['line']}: {b['cause']}" for b in data["bailouts"]])
+    lines += _section("not padded", [f"{n['count']} x {n['line']}: {n['cause']}" for n in data["not_padded"]])
     return "\n".join(lines)
 
 

@@ -157,14 +157,6 @@ py::dict device_memory(int device) {
   return d;
 }
 
-// Whether a read of the tensor waits for nothing: its values are kept on the host, as those of an upload are at first.
-bool is_on_host(const at::Tensor& t) {
-  auto* s = storage_of(t);
-  StateGuard guard(state_lock);
-  bool is_pending = s->value >= 0 && s->recorder && s->recorder->epoch == s->epoch;
-  return !is_pending && s->buffer && s->buffer->host.defined();
-}
-
 py::list live_tensors(int device) {
   py::list found;
   double now = seconds_now();
@@ -320,7 +312,6 @@ PYBIND11_MODULE(_C, m) {
       .def("wait", [](const Reading& reading) { return reading.wait().clone(at::MemoryFormat::Preserve); });
   m.def("end_raised_transactions", &end_raised_transactions);
   m.def("to_host", [](const at::Tensor& t) { return read_to_host(t).clone(at::MemoryFormat::Preserve); });
-  m.def("is_on_host", &is_on_host);
   m.def("stats", &stats);
   m.def("reset_stats", &reset_stats);
   m.def("memory_stats", &device_memory);

@@ -82,7 +82,21 @@ def attend(
     return made, (jnp.log(total) + top)[..., 0]
 
 
-@lowering("_scaled_dot_product_fused_attention_overrideable", random=True, structural=_DROPOUT, multiplies=True)
+def _infer(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Laid out as the query is, or as by PyTorch's composite form where its kernels cannot serve."""
+    forward = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+    made, *others = forward(query, key, value, *rest[:-1], scale=rest[-1])
+    is_composite = rest[1] > 0 or any(x.stride(-1) != 1 for x in (query, key, value))
+    return (made.contiguous() if is_composite else made, *others)
+
+
+@lowering(
+    "_scaled_dot_product_fused_attention_overrideable",
+    random=True,
+    structural=_DROPOUT,
+    infer=_infer,
+    multiplies=True,
+)
 def attention(
     query,
     key,

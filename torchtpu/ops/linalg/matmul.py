@@ -149,7 +149,14 @@ def vdot(self, other, *, ctx):
     return contract(self.conj(), other, ((0,), (0,)), ((), ()), ctx)
 
 
-@lowering("addmm", "baddbmm", "addmv", structural=_SCALES, multiplies=True)
+def _infer_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *_: Any) -> Tensor:
+    made = torch.addmm(self, mat1, mat2)
+    self.expand(mat1.shape[0], mat2.shape[1])  # raises where it has more dimensions: meta tensors do not complain
+    return made
+
+
+@lowering("addmm", structural=_SCALES, infer=_infer_addmm, multiplies=True)
+@lowering("baddbmm", "addmv", structural=_SCALES, multiplies=True)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, product(mat1, mat2, ctx))
 
@@ -170,7 +177,7 @@ def addbmm(self, batch1, batch2, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, contract(batch1, batch2, ((0, 2), (0, 1)), ((), ()), ctx))
 
 
-@lowering("_addmm_activation", structural=_SCALES, multiplies=True)
+@lowering("_addmm_activation", structural=_SCALES, infer=_infer_addmm, multiplies=True)
 def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False, ctx):
     made = blend(beta, self, alpha, product(mat1, mat2, ctx))
     return jax.nn.gelu(made, approximate=False) if use_gelu else jax.nn.relu(made)
@@ -194,7 +201,15 @@ def addr(self, vec1, vec2, *, beta=1, alpha=1, ctx):
     return blend(beta, opmath(self), alpha, opmath(vec1)[:, None] * opmath(vec2)[None, :])
 
 
-@lowering("linear", multiplies=True)
+def _infer_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    made = torch.nn.functional.linear(input, weight, bias)
+    if bias is not None:  # may not make the result larger, of which meta tensors do not complain
+        without = torch.nn.functional.linear(input, weight)
+        bias.expand(without.shape) if input.dim() == 2 else without.add_(bias)
+    return made
+
+
+@lowering("linear", infer=_infer_linear, multiplies=True)
 def linear(input, weight, bias=None, *, ctx):
     # Contracts the weight's own last dimension: XLA:CPU would copy a transposed weight in every call.
     made = contract(input, weight, ((input.ndim - 1,), (weight.ndim - 1,)), ((), ()), ctx)

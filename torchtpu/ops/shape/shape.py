@@ -126,7 +126,11 @@ def _placed(x: Any, sizes: Any, dim: int, start: Any) -> Any:
 
 @lowering("slice_scatter")
 def slice_scatter(x, source, dim=0, start=None, end=None, step=1):
-    first, count, step = _bounds(x.shape[dim], start, end, step)
+    size = x.shape[dim]
+    if step == 1 and not all(isinstance(n, int) for n in (size, start or 0, end or 0)):  # symbolic, and so inside
+        first = 0 if start is None else size + start if isinstance(start, int) and start < 0 else start
+        return lax.dynamic_update_slice_in_dim(x, source.astype(x.dtype), first, dim % x.ndim)
+    first, count, step = _bounds(size, start, end, step)
     where = (slice(None),) * (dim % x.ndim) + (slice(first, first + count * step, step),)
     return x.at[where].set(source.astype(x.dtype)) if count else x
 

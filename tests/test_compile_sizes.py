@@ -1,25 +1,20 @@
-"""In: compiled graphs whose sizes change. Out: the CPU's numbers from few programs, whatever stands in the surplus."""
+"""Compiled graphs whose sizes change: in come functions and models, out come the CPU's numbers from few programs."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import sympy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtpu import config, metrics
-from torchtpu.compile import buckets
-from torchtpu.compile.bucket_dims import Unsafe, regrouped
-from torchtpu.runtime import _C
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-B, S = sympy.symbols("b s", integer=True, positive=True)
 Inputs = tuple[Tensor, ...]
 
 
@@ -29,33 +24,6 @@ def floats(*shape: int) -> Tensor:
 
 def tokens(*shape: int) -> Tensor:
     return torch.randint(0, 20, shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-@pytest.fixture
-def loud_surplus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pads an input would show in every result that it reached."""
-
-    def widen(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, bool]:
-        values = _C.to_host(x)
-        room = values.new_full(shape, float("nan") if x.is_floating_point() else 10**6 if x.dtype == torch.int64 else 1)
-        room[tuple(slice(n) for n in x.shape)] = values
-        return room.to(x.device), False
-
-    monkeypatch.setattr(buckets, "_widen", widen)
-
-
-@pytest.fixture
-def verdicts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether each graph that was asked about may be padded."""
-    found: list[bool] = []
-    annotate = buckets.annotate
-
-    def spy(graph: Any) -> bool:
-        found.append(annotate(graph))
-        return found[-1]
-
-    monkeypatch.setattr(buckets, "annotate", spy)
-    return found
 
 
 class Language(nn.Module):
@@ -127,14 +95,12 @@ def moved(inputs: Inputs) -> Inputs:
     return tuple(t.to("tpu") for t in inputs)
 
 
-@pytest.mark.usefixtures("loud_surplus")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_the_surplus_changes_nothing(function: Callable[..., Any], verdicts: list[bool]) -> None:
+def test_the_surplus_changes_nothing(function: Callable[..., Any]) -> None:
     compiled, q = torch.compile(function), torch.tensor(2.0)
     for rows, length in ((3, 5), (2, 9), (9, 6), (7, 8)):
         x = floats(rows, length, 8)
         assert_as_on_cpu(compiled(*moved((q, x))), function(q, x))
-    assert verdicts == [False, True], "the first graph is of one size"
 
 
 def gradients(module: nn.Module, run: Any, inputs: Inputs) -> tuple[Any, list[Tensor]]:
@@ -144,9 +110,8 @@ def gradients(module: nn.Module, run: Any, inputs: Inputs) -> tuple[Any, list[Te
     return made, [p.grad for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.usefixtures("loud_surplus")
 @pytest.mark.parametrize("make", [Language, Images])
-def test_training_with_a_surplus_has_the_true_gradients(make: Callable[[], nn.Module], verdicts: list[bool]) -> None:
+def test_training_with_a_surplus_has_the_true_gradients(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     module = make()
     on_tpu = copy.deepcopy(module).to("tpu")
@@ -156,7 +121,6 @@ def test_training_with_a_surplus_has_the_true_gradients(make: Callable[[], nn.Mo
         expected = gradients(module, module, inputs)
         made = gradients(on_tpu, compiled, moved(inputs))
         assert_as_on_cpu(made, torch.utils._pytree.tree_map(torch.Tensor.detach, expected))
-    assert verdicts == [False, True], "the first graph is of one size"
 
 
 def test_forty_batch_sizes_and_lengths_take_eight_programs() -> None:
@@ -200,35 +164,97 @@ def test_a_training_step_of_any_size_is_one_launch_of_a_few_programs() -> None:
     assert counts["programs_compiled"] + counts["cache_hits_disk"] <= 1
 
 
-def test_what_follows_is_no_part_of_the_padded_program() -> None:
-    module = Language().to("tpu").eval()
-    compiled = torch.compile(module)
-    counts = []
-    for length in (5, 9, 10, 11, 12):
-        torch.tpu.synchronize()
-        metrics.reset()
+class Words(nn.Module):
+    """An embedding, a norm, a head, and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scores = self.head(self.norm(self.embedding(ids)).cumsum(1))
+        return F.cross_entropy(scores.flatten(0, 1), ids.flip(1).flatten())
+
+
+@pytest.mark.parametrize("changing", ["rows", "length", "both"])
+def test_training_with_forty_sizes_takes_four_programs(changing: str) -> None:
+    torch.manual_seed(0)
+    module = Words()
+    on_tpu = copy.deepcopy(module).to("tpu")
+    compiled = torch.compile(on_tpu)
+    optimizers = [torch.optim.SGD(of.parameters(), 0.1) for of in (module, on_tpu)]
+    dice = random.Random(0)
+    metrics.reset()
+    for _ in range(40):
+        rows = dice.randrange(2, 61) if changing == "rows" else dice.randrange(2, 31) if changing == "both" else 5
+        length = dice.randrange(8, 61) if changing == "length" else dice.randrange(8, 31) if changing == "both" else 12
+        ids, losses = tokens(rows, length), []
+        for place, run, optimizer in zip(("cpu", "tpu"), (module, compiled), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = run(ids.to(place))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert_as_on_cpu(dict(on_tpu.named_parameters()), dict(module.named_parameters()))
+    counts = metrics.snapshot()
+    assert counts["programs_compiled"] + counts["cache_hits_disk"] <= 4
+    assert counts["launches"] == 40
+
+
+def test_what_follows_a_graph_is_part_of_its_program() -> None:
+    compiled = torch.compile(Language().to("tpu").eval())
+    metrics.reset()
+    for length in range(5, 15):
         with torch.no_grad():
             compiled(*moved((tokens(4, length), tokens(4, length))))[1].argmax(-1).sum().item()
-        counts.append(metrics.snapshot()["cuts"].get("bucket", 0))
-    assert counts == [0, 1, 1, 1, 1]
+    counts = metrics.snapshot()
+    assert counts["launches"] == 10
+    assert counts["programs_compiled"] + counts["cache_hits_disk"] <= 3
 
 
-def test_what_the_device_made_is_padded_there() -> None:
-    compiled = torch.compile(lambda x: x.softmax(0) * 2, dynamic=True)
-    for rows in (3, 5, 6):
-        x = floats(rows, 4).to("tpu") + 1
-        assert_as_on_cpu(compiled(x), (floats(rows, 4) + 1).softmax(0) * 2)
+def test_a_result_of_changing_size_serves_other_graphs() -> None:
+    first, second = torch.compile(lambda x: x.softmax(0) * 2), torch.compile(lambda x: x.flip(0).cumsum(0) + len(x))
+    for rows in range(3, 12):
+        x = floats(rows, 4)
+        made = first(x.to("tpu"))
+        torch.tpu.synchronize()
+        assert_as_on_cpu((made, second(made)), (x.softmax(0) * 2, (x.softmax(0) * 2).flip(0).cumsum(0) + rows))
 
 
-def test_a_graph_that_draws_is_not_padded(verdicts: list[bool]) -> None:
-    compiled = torch.compile(lambda x: F.dropout(x, 0.5) + 1, dynamic=True)
-    for rows in (3, 5):
+@pytest.mark.parametrize("function", [lambda x: F.dropout(x, 0.5) + 1, lambda x: x + torch.rand_like(x)])
+def test_a_graph_that_draws_draws_what_eager_draws(function: Callable[[Tensor], Tensor]) -> None:
+    compiled = torch.compile(function, dynamic=True)
+    for rows in range(3, 9):
         x = floats(rows, 4).to("tpu")
         torch.manual_seed(1)
-        made = compiled(x)
+        made = compiled(x).cpu()
         torch.manual_seed(1)
-        torch.testing.assert_close(made, F.dropout(x, 0.5) + 1, rtol=0, atol=0)
-    assert verdicts == [False]
+        with config.using(padding=False):
+            torch.testing.assert_close(made, function(x).cpu(), rtol=0, atol=0)
+    assert metrics.snapshot()["regions_padded"] > 0
+
+
+def test_a_buffer_that_is_written_up_to_a_changing_length_is_padded() -> None:
+    def fill(x: Tensor, buffer: Tensor) -> Tensor:
+        buffer[: len(x)].add_(x.sum(1))
+        buffer[len(x) :] = 1
+        return x.flatten().view(-1, 2) * len(x)
+
+    compiled, mine, theirs = torch.compile(fill, dynamic=True), torch.zeros(64), torch.zeros(64, device="tpu")
+    for rows in (3, 5, 6, 9, 12, 30):
+        assert_as_on_cpu(compiled(floats(rows, 4).to("tpu"), theirs), fill(floats(rows, 4), mine))
+    assert_as_on_cpu(theirs, mine)
+    assert metrics.snapshot()["regions_padded"] >= 3
+
+
+def test_a_dimension_that_is_marked_is_compiled_for_many_sizes_at_once() -> None:
+    compiled = torch.compile(lambda x: (x.sin() @ x.t()).sum(0))
+    for rows in (3, 5, 6, 9, 12):
+        x = floats(rows, 4).to("tpu")
+        torch._dynamo.mark_dynamic(x, 0)
+        assert_as_on_cpu(compiled(x), (floats(rows, 4).sin() @ floats(rows, 4).t()).sum(0))
+    assert metrics.snapshot()["programs_compiled"] <= 3
 
 
 @pytest.mark.parametrize(
@@ -259,27 +285,3 @@ def test_gradients_that_are_scaled_by_frequency_do_not_count_the_surplus() -> No
         ids = tokens(rows, 2) // 4
         expected = gradients(table, lambda ids: [table(ids).sum()], (ids,))[1]
         assert_as_on_cpu(gradients(on_tpu, compiled, moved((ids,)))[1], expected)
-
-
-def test_the_knob_leaves_sizes_as_they_are(verdicts: list[bool]) -> None:
-    with config.using(buckets=False):
-        torch.compile(lambda x: x + 1, dynamic=True)(floats(3, 4).to("tpu"))
-    assert verdicts == [False]
-
-
-def test_a_size_keeps_its_bucket() -> None:
-    sizes = buckets._Sizes()
-    assert [sizes.bucket(n) for n in (3, 9, 100, 30, 3, 20, 33)] == [8, 16, 128, 32, 8, 32, 128]
-
-
-def test_views_keep_symbols_whole() -> None:
-    dims = ((B,), (S,), (12,))
-    assert regrouped(dims, (B * S, 12)) == ((B, S), (12,))
-    assert regrouped(dims, (B, S, 3, 4)) == ((B,), (S,), (3,), (4,))
-    assert regrouped(((B, S), (3,), (4,)), (B, S, 12)) == ((B,), (S,), (12,))
-    assert regrouped(dims, (B, 1, S * 12)) == ((B,), (), (S, 12))
-    assert regrouped(dims, (B, S * 6, 2)) == ((B,), (S, 6), (2,))
-    assert regrouped(dims, (B * S * 4, 3)) == ((B, S, 4), (3,))
-    for shape in ((S, B, 12), (12, B * S), (B, S * 5, 12)):
-        with pytest.raises(Unsafe):
-            regrouped(dims, shape)

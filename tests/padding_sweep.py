@@ -1,0 +1,264 @@
+"""Checks padding op by op: in come PyTorch's own op samples, out comes which lowerings serve sizes that change.
+
+Every ATen call that a sample makes, forward and backward, is traced by its lowering with one of its sizes symbolic, and
+computed on longer arrays for three lengths, with NaN, huge numbers and plausible indices behind what counts. It has to
+make what the lowering makes of arrays of just that length.
+
+    python tests/padding_sweep.py                 # all; some ten minutes of CPU time
+    python tests/padding_sweep.py --part 3/40     # one of forty parts
+    python tests/padding_sweep.py add cumsum
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import types
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if __name__ == "__main__":  # no device is needed
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+import lowering_check
+import numpy as np
+import torch
+
+DTYPES = (torch.float32, torch.int64, torch.bool)
+LEAST_SIZE = 3  # smaller ones are no sizes in most samples
+MOST_SIZES = 3  # of one call
+ROOM = 32
+ENOUGH = 2  # calls of a lowering that were served
+
+
+@dataclass
+class Verdict:
+    """What became of a lowering's calls: how often which size was served, and why others were not."""
+
+    served: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Sweep(lowering_check.Check):
+    """Runs each call on the CPU, and those with a lowering also on longer arrays."""
+
+    def __init__(self, targets: set[str]) -> None:
+        super().__init__(targets, per_op=3, in_all=6)
+        self.verdicts: dict[str, Verdict] = {}
+
+    def _wanted(self, name: str, func: Any, args: Any, kwargs: Any) -> bool:
+        known = self.verdicts.get(name)
+        return (known is None or known.served < ENOUGH) and super()._wanted(name, func, args, kwargs)
+
+    def _compare_lowering(
+        self, entry: Any, func: Any, args: Any, kwargs: Any, expected: list[Any], truth: Any
+    ) -> Iterator[str]:
+        verdict = self.verdicts.setdefault(entry.name, Verdict())
+        call = _Sample(entry, func, args, kwargs, expected, self.platform)
+        for size in call.sizes():
+            try:
+                call.check(size)
+                verdict.served += 1
+            except _WrongError as error:
+                verdict.wrong.append(f"size {size}: {error}")
+            except Exception as error:  # why it is compiled for each size
+                verdict.reasons[_reason(error)] += 1
+        yield from ()
+
+
+class _WrongError(Exception):
+    """Longer arrays make something else."""
+
+
+class _Sample:
+    """A call of an op, with sizes that may be others."""
+
+    def __init__(self, entry: Any, func: Any, args: Any, kwargs: Any, expected: list[Any], platform: str) -> None:
+        self._entry, self._func, self._given = entry, func, (args, kwargs)
+        self._expected, self._platform = expected, platform
+        self._leaves = self._call(0, 0).leaves
+
+    def sizes(self) -> list[int]:
+        """Those that most arrays have."""
+        found = Counter(n for leaf in self._leaves for n in np.shape(leaf) if LEAST_SIZE <= n <= ROOM - 2)
+        return [n for n, _ in found.most_common(MOST_SIZES)]
+
+    def _call(self, size: int, new: Any) -> lowering_check.Call:
+        """The lowering, with `new` for each size that is `size`."""
+        func, (args, kwargs) = self._func, self._given
+        named = {}
+        for argument, value in lowering_check._arguments(func, args, kwargs):
+            is_size = "SymInt" in str(getattr(argument, "real_type", argument.type)) or "SymInt" in str(argument)
+            named[argument.name] = _replaced(value, size, new) if is_size else value
+        return lowering_check.lowered_call(
+            self._entry, func, (), named, self._expected, False, self._platform, lambda n: new if n == size else n
+        )
+
+    def check(self, size: int) -> None:
+        """Compares three lengths in place of the size; raises _WrongError, or why there is nothing to compare."""
+        import jax
+
+        from torchtpu.runtime.ir.program import Part
+        from torchtpu.runtime.padding.evaluate import Symbols
+        from torchtpu.runtime.padding.layout import Refused
+
+        symbols = Symbols([(2, ROOM, ROOM)])
+        variable = symbols.size("a")
+        call = self._call(size, variable)
+        shapes = [tuple("a" if n == size else n for n in np.shape(leaf)) for leaf in self._leaves]
+        parts = [Part(shape, shape) if "a" in shape else None for shape in shapes]
+        wanted = [_sizes_of(t, size, variable) for t in self._expected]
+
+        def symbolic(*given: Any) -> list[Any]:
+            made, passed = call.program(*given)
+            pairs = zip(made, [*wanted, *[None] * len(made)], strict=False)
+            return [m if sizes is None else symbols.checked(m, sizes) for m, sizes in pairs if m is not None] + passed
+
+        def padded(count: Any, *given: Any) -> list[Any]:
+            return symbols.evaluate(symbolic, parts, [*given, count], [])
+
+        with jax.enable_x64(True):
+            run = jax.jit(padded, keep_unused=True)
+            for turn, length in enumerate((size, size + 1, size + 2)):
+                leaves = [_lengthened(leaf, size, length) for leaf in self._leaves]
+                longer = [_with_surplus(leaf, shape, turn) for leaf, shape in zip(leaves, shapes, strict=True)]
+                made = run(np.int64(length), *longer)
+                if any(_is_zero(text, length) for text in symbols.unequal()):
+                    if turn == 0:
+                        raise Refused(f"the lowering compares sizes: {', '.join(symbols.unequal())}")
+                    continue
+                self._compare(made, self._call(size, length), leaves, length)
+
+    def _compare(self, made: Sequence[Any], exact: lowering_check.Call, leaves: list[Any], length: int) -> None:
+        import jax
+
+        arrays, passed = jax.jit(exact.program)(*leaves)
+        if not all(bool(ok) for ok in passed):
+            return  # the longer call is an error
+        for found, expected in zip(made, [a for a in arrays if a is not None] + passed, strict=True):
+            right = np.asarray(expected)
+            counting = np.asarray(found)[tuple(map(slice, right.shape))]
+            kind = right.dtype.kind
+            if kind not in "fciub":
+                right, counting = right.astype(np.float32), counting.astype(np.float32)
+            try:
+                np.testing.assert_allclose(counting, right, 1e-4, 1e-4)
+            except AssertionError as error:
+                where = lowering_check.overload_name(self._func)
+                shown = ", ".join(lowering_check._show(v) for v in self._given[0])
+                lines = " ".join(str(error).split())[:300]
+                raise _WrongError(f"{where}({shown}) of length {length}: {lines}") from None
+
+
+def _sizes_of(value: Any, size: int, variable: Any) -> tuple[Any, ...] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(variable if n == size else n for n in value.shape)
+
+
+def _replaced(value: Any, size: int, new: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_replaced(item, size, new) for item in value]
+    return new if type(value) is int and value == size else value
+
+
+def _lengthened(leaf: Any, size: int, length: int) -> Any:
+    """An array with more of the same along each axis of this size."""
+    for axis, n in enumerate(np.shape(leaf)):
+        if n == size:
+            leaf = np.take(leaf, np.arange(length) % size, axis)
+    return leaf
+
+
+def _with_surplus(leaf: Any, shape: Sequence[Any], turn: int) -> Any:
+    if "a" not in shape:
+        return leaf
+    kind = leaf.dtype.kind
+    if kind in "iu":
+        limits = np.iinfo(leaf.dtype)
+        kinds = np.array([1, limits.max, limits.min, 0], leaf.dtype)
+    else:
+        kinds = np.array([1, 0] if kind == "b" else [np.nan, 1e30, -1e30, 1.0]).astype(leaf.dtype)
+    made = np.resize(np.roll(kinds, turn), [ROOM if n == "a" else n for n in shape]).astype(leaf.dtype)
+    made[tuple(map(slice, leaf.shape))] = leaf
+    return made
+
+
+def _is_zero(text: str, length: int) -> bool:
+    from torchtpu.runtime.padding.layout import value_of
+
+    return value_of(text, {"a": length}) == 0
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"
+
+
+def sweep(names: Iterable[str], lowerings: Iterable[str]) -> dict[str, Verdict]:
+    """What becomes of the calls of these OpInfos; "extra" stands for our own samples."""
+    check = Sweep(set(lowerings))
+    lowering_check.run_samples(check, list(names), DTYPES, 3, backward=True)
+    return check.verdicts
+
+
+def part_of(number: int, of: int) -> list[str]:
+    """The OpInfos of a part of all."""
+    names = [*lowering_check.opinfo_groups(), "extra"]
+    return [name for name in names if zlib.crc32(name.encode()) % of == number % of]
+
+
+def summary(verdicts: dict[str, Verdict], *, verbose: bool = False) -> str:
+    """How many lowerings are served, and why the others are not."""
+    counts: Counter[str] = Counter()
+    lines = []
+    for name, verdict in sorted(verdicts.items()):
+        kind = "wrong" if verdict.wrong else "served" if verdict.served else "not" if verdict.reasons else "no size"
+        counts[kind] += 1
+        if kind == "wrong":
+            lines.append(f"{name:44} WRONG {verdict.wrong[0]}")
+        elif kind == "not":
+            lines.append(f"{name:44} {verdict.reasons.most_common(1)[0][0]}")
+        elif verbose:
+            lines.append(f"{name:44} {kind} {verdict.served}")
+    lines.append(
+        f"{counts.total()} lowerings reached: {counts['served']} served, {counts['not']} compiled for each size, "
+        f"{counts['no size']} without a size of {LEAST_SIZE} or more in their samples, {counts['wrong']} wrong"
+    )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="OpInfo names; none: all")
+    parser.add_argument("--part", default="0/1", help="one of so many parts")
+    parser.add_argument("--verbose", "-v", action="store_true", help="name those that are served, too")
+    options = parser.parse_args()
+    # The ops need no device: keep torchtpu/__init__.py, which starts one, out of this process.
+    package = types.ModuleType("torchtpu")
+    package.__path__ = [str(Path(__file__).resolve().parent.parent / "torchtpu")]  # type: ignore[attr-defined]
+    sys.modules["torchtpu"] = package
+    torch.set_num_threads(1)
+    lowerings = lowering_check.load_ops()
+    number, of = map(int, options.part.split("/"))
+    names = options.names or part_of(number, of)
+    found: dict[str, Verdict] = {}
+    for name in names:
+        for op, verdict in sweep([name], lowerings).items():
+            known = found.setdefault(op, Verdict())
+            known.served += verdict.served
+            known.reasons += verdict.reasons
+            known.wrong += verdict.wrong
+    print(summary(found, verbose=options.verbose))
+    return 1 if any(verdict.wrong for verdict in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
