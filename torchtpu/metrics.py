@@ -15,7 +15,8 @@ __all__ = ["reset", "snapshot"]
 def snapshot() -> dict[str, Any]:
     """Counts since the start or `reset`.
 
-    ops_recorded, trie_hits, trie_misses, trie_nodes, trie_plans, array_shapes, streams_forgotten, regions, cuts
+    ops_recorded, trie_hits, trie_misses, shapes_inferred (what no earlier call answered) and
+    shapes_inferred_in_python {op: count} (those that PyTorch has no C++ for), trie_nodes, trie_plans, array_shapes, streams_forgotten, regions, cuts
     {reason: count}, live_buffers, live_nodes and queue come from the recorder; programs_compiled, plan_hits_disk,
     fragment_traces, cache_hits_memory, cache_hits_disk, launches, bytes_uploaded, bytes_downloaded and their like
     from the engine; of hot regions regions_climbing and regions_fused were compiled whole and stayed so, programs_swept

@@ -131,7 +131,14 @@ def _uniform(self: Any, low: Any, high: Any, generator: Any) -> Any:
     return jnp.minimum(inside, lax.nextafter(high, low))
 
 
-@lowering("normal_functional", "normal_", lifts=True)
+def _infer_normal(self: torch.Tensor, mean: float = 0.0, std: float = 1.0, *rest: Any) -> torch.Tensor:
+    if std < 0 or not (self.is_floating_point() or self.is_complex()):
+        raise RuntimeError("normal expects std >= 0.0")
+    return self
+
+
+@lowering("normal_functional", lifts=True)
+@lowering("normal_", lifts=True, infer=_infer_normal)
 def normal_op(self, mean=0.0, std=1.0, *, generator, ctx):
     _require(ctx, std >= 0, "normal expects std >= 0.0")
     return _scaled(normal(generator, self.shape, self.dtype), std, mean)
