@@ -19,11 +19,11 @@ SCRIPT = """
     torch.manual_seed(0)
     x = torch.randn(4, 36, device="tpu", requires_grad=True)
     print(torch.ones(2, device="tpu") + 1)
-    mixed = nn.Sequential(nn.ReLU(), nn.Linear(36, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(), nn.Linear(8, 5)).to("tpu")
+    mixed = nn.Sequential(nn.Linear(36, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(), nn.Linear(8, 5)).to("tpu")
     table = nn.Embedding(7, 5).to("tpu")
     rows = torch.tensor([1, 2, 3, 4], device="tpu")
     for _ in range(2):
-        scores = mixed(x) + table(rows)
+        scores = mixed(x.relu()) + table(rows)
         loss = F.cross_entropy(scores, rows) + F.mse_loss(scores, torch.zeros_like(scores))
         loss = loss + torch.where(scores > 0, scores, 0).softmax(-1).masked_fill(scores > 3, 0).mean()
         loss.backward()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, lowering, opmath, torch_dtype
+from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, like, lowering, opmath, torch_dtype
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -276,7 +276,13 @@ def _bernoulli(shape: tuple[int, ...], p: Any, generator: Any, ctx: Any) -> Any:
     return _below(generator, shape, p)
 
 
-@lowering("native_dropout", structural={"p": (0.0, 1.0)}, lifts=True, random=True)
+def _infer_dropout(input: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if not 0 <= p <= 1 or not (input.is_floating_point() or input.is_complex()):
+        raise RuntimeError(f"dropout of {input.dtype} with probability {p}")
+    return like(input), like(input, dtype=torch.bool)
+
+
+@lowering("native_dropout", structural={"p": (0.0, 1.0)}, lifts=True, random=True, infer=_infer_dropout)
 def native_dropout(input, p, train, *, generator):
     if train is False:
         return input, jnp.ones(input.shape, jnp.bool_)

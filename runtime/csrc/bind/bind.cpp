@@ -116,7 +116,7 @@ py::dict stats() {
   d["trie_misses"] = now.misses;
   InferenceCounts inferences = inference_counts();
   d["shapes_inferred"] = inferences.all;
-  d["shapes_inferred_in_python"] = py::cast(inferences.in_python);
+  d["shapes_inferred_on_meta"] = py::cast(inferences.on_meta);
   d["trie_nodes"] = trie_nodes;
   d["trie_plans"] = trie_plans;
   d["array_shapes"] = num_bases();

@@ -311,8 +311,11 @@ struct NeedsKernel {};
 void skip_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto& arguments = op.schema().arguments();
   bool is_out = std::ranges::any_of(arguments, [](const auto& a) { return a.is_out(); });
-  if (op.schema().name() == "aten::resize_")
+  bool is_view = std::ranges::any_of(op.schema().returns(),
+                                     [](const auto& r) { return r.alias_info() && !r.alias_info()->isWrite(); });
+  if (is_view || op.schema().name() == "aten::resize_") {  // geometry, which is what is asked for
     return op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
+  }
   if (!is_out) throw NeedsKernel();
   Stack results(stack->end() - static_cast<std::ptrdiff_t>(op.schema().returns().size()), stack->end());
   torch::jit::drop(*stack, arguments.size());

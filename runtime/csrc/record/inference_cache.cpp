@@ -148,10 +148,10 @@ void keep_inferred(std::string signature, std::shared_ptr<const Inferred> inferr
   cache().young.insert_or_assign(std::move(signature), std::move(inferred));
 }
 
-void count_inference(const OpInfo& info, bool is_in_python) {
+void count_inference(const OpInfo& info, bool is_on_meta) {
   std::scoped_lock guard(cache().mutex);
   cache().counts.all++;
-  if (is_in_python) cache().counts.in_python[info.name]++;
+  if (is_on_meta) cache().counts.on_meta[info.name]++;
 }
 
 InferenceCounts inference_counts() {

@@ -19,12 +19,12 @@ std::optional<std::string> signature_of(const OpInfo& info, const IValue* args);
 std::shared_ptr<const Inferred> find_inferred(const std::string& signature);
 void keep_inferred(std::string signature, std::shared_ptr<const Inferred> inferred);
 
-// Inferences that no signature answered; those among them for which Python was asked, by op.
+// Inferences that no signature answered; those among them that ran a meta kernel, by op.
 struct InferenceCounts {
   int64_t all = 0;
-  std::map<std::string, int64_t> in_python;
+  std::map<std::string, int64_t> on_meta;
 };
-void count_inference(const OpInfo& info, bool is_in_python);
+void count_inference(const OpInfo& info, bool is_on_meta);
 InferenceCounts inference_counts();
 void reset_inference_counts();
 

@@ -149,7 +149,21 @@ def vdot(self, other, *, ctx):
     return contract(self.conj(), other, ((0,), (0,)), ((), ()), ctx)
 
 
-@lowering("addmm", "baddbmm", "addmv", structural=_SCALES, multiplies=True)
+def _infer_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *_: Any) -> Tensor:
+    rows, columns = mat1.shape[0], mat2.shape[-1]
+    if (
+        mat1.dim() != 2
+        or mat2.dim() != 2
+        or mat1.shape[1] != mat2.shape[0]
+        or len({self.dtype, mat1.dtype, mat2.dtype}) > 1
+    ):
+        raise RuntimeError("mat1 and mat2 cannot be multiplied")
+    self.expand(rows, columns)  # raises where it has more dimensions
+    return mat1.new_empty((rows, columns))
+
+
+@lowering("addmm", structural=_SCALES, infer=_infer_addmm, multiplies=True)
+@lowering("baddbmm", "addmv", structural=_SCALES, multiplies=True)
 def addmm(self, mat1, mat2, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, product(mat1, mat2, ctx))
 
@@ -170,7 +184,7 @@ def addbmm(self, batch1, batch2, *, beta=1, alpha=1, ctx):
     return blend(beta, self, alpha, contract(batch1, batch2, ((0, 2), (0, 1)), ((), ()), ctx))
 
 
-@lowering("_addmm_activation", structural=_SCALES, multiplies=True)
+@lowering("_addmm_activation", structural=_SCALES, infer=_infer_addmm, multiplies=True)
 def addmm_activation(self, mat1, mat2, *, beta=1, alpha=1, use_gelu=False, ctx):
     made = blend(beta, self, alpha, product(mat1, mat2, ctx))
     return jax.nn.gelu(made, approximate=False) if use_gelu else jax.nn.relu(made)
@@ -194,7 +208,16 @@ def addr(self, vec1, vec2, *, beta=1, alpha=1, ctx):
     return blend(beta, opmath(self), alpha, opmath(vec1)[:, None] * opmath(vec2)[None, :])
 
 
-@lowering("linear", multiplies=True)
+def _infer_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    fits = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1] and input.dtype == weight.dtype
+    if not fits or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype)):
+        raise RuntimeError("input and weight cannot be multiplied")
+    if input.dim() > 2 and not input.is_contiguous():
+        return torch.ops.aten.linear(input, weight, bias)  # some layouts are kept
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+@lowering("linear", infer=_infer_linear, multiplies=True)
 def linear(input, weight, bias=None, *, ctx):
     # Contracts the weight's own last dimension: XLA:CPU would copy a transposed weight in every call.
     made = contract(input, weight, ((input.ndim - 1,), (weight.ndim - 1,)), ((), ()), ctx)
