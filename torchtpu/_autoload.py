@@ -6,6 +6,7 @@ Its own module, because an entry point into the package itself would be looked u
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import sys
@@ -44,7 +45,16 @@ def _is_command() -> bool:
 def _register() -> None:
     _refuse_rival()
     _check_build()
+    is_collecting = gc.isenabled()
+    gc.disable()  # what is imported lives as long as the process; torch's own objects make each collection slow
+    try:
+        _install()
+    finally:
+        if is_collecting:
+            gc.enable()
 
+
+def _install() -> None:
     backend_registration.rename_privateuse1_backend("tpu")
     from torchtpu import config, startup
     from torchtpu.api import amp, device, formatting, interop, memory, nvtx, rng, serialization, streams

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, lowering, opmath, torch_dtype
+from torchtpu.ops.registry import jax, jax_dtype, jnp, lax, like, lowering, opmath, torch_dtype
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -131,7 +131,14 @@ def _uniform(self: Any, low: Any, high: Any, generator: Any) -> Any:
     return jnp.minimum(inside, lax.nextafter(high, low))
 
 
-@lowering("normal_functional", "normal_", lifts=True)
+def _infer_normal(self: torch.Tensor, mean: float = 0.0, std: float = 1.0, *rest: Any) -> torch.Tensor:
+    if std < 0 or not (self.is_floating_point() or self.is_complex()):
+        raise RuntimeError("normal expects std >= 0.0")
+    return self
+
+
+@lowering("normal_functional", lifts=True)
+@lowering("normal_", lifts=True, infer=_infer_normal)
 def normal_op(self, mean=0.0, std=1.0, *, generator, ctx):
     _require(ctx, std >= 0, "normal expects std >= 0.0")
     return _scaled(normal(generator, self.shape, self.dtype), std, mean)
@@ -269,7 +276,13 @@ def _bernoulli(shape: tuple[int, ...], p: Any, generator: Any, ctx: Any) -> Any:
     return _below(generator, shape, p)
 
 
-@lowering("native_dropout", structural={"p": (0.0, 1.0)}, lifts=True, random=True)
+def _infer_dropout(input: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if not 0 <= p <= 1 or not (input.is_floating_point() or input.is_complex()):
+        raise RuntimeError(f"dropout of {input.dtype} with probability {p}")
+    return like(input), like(input, dtype=torch.bool)
+
+
+@lowering("native_dropout", structural={"p": (0.0, 1.0)}, lifts=True, random=True, infer=_infer_dropout)
 def native_dropout(input, p, train, *, generator):
     if train is False:
         return input, jnp.ones(input.shape, jnp.bool_)

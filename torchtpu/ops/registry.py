@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
-from torch._prims_common import elementwise_dtypes
+from torch._prims_common import get_computation_dtype
 
 
 class _Lazy:
@@ -178,9 +178,13 @@ def pointwise(*names: str, promote: str = "default", **facts: Any) -> Register:
 
 def like(self: torch.Tensor, *_: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Shape inference: what the first argument is, in its layout."""
-    # On meta tensors `torch.empty_like` is Python code with strides of its own; a backend without kernels gets C++.
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse2)
-    made = torch.ops.aten.empty_like.default.redispatch(keys, self, dtype=dtype)
+    return without_kernels(torch.ops.aten.empty_like.default, self, dtype=dtype)
+
+
+def without_kernels(op: torch._ops.OpOverload, *args: Any, **named: Any) -> torch.Tensor:
+    """What an op makes of meta tensors by PyTorch's own C++. Dispatched to Meta, it would be Python code with strides
+    of its own; a backend without kernels gets what serves any device."""
+    made = op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse2), *args, **named)
     assert isinstance(made, torch.Tensor)
     return made
 
@@ -211,16 +215,44 @@ def opmath(x: Any) -> Any:
 
 
 def _compute_dtype(values: list[Any], kind: Promotion) -> torch.dtype:
-    stand_ins = [_stand_in(v) for v in values if v is not None and not isinstance(v, (str, bool))]
-    compute, _ = elementwise_dtypes(*stand_ins, type_promotion_kind=kind)
-    assert isinstance(compute, torch.dtype)
-    return compute
+    """What PyTorch computes an op on elements in. `torch._prims_common.elementwise_dtypes` says the same, and imports
+    sympy to say it."""
+    result = _result_dtype([v for v in values if v is not None and not isinstance(v, (str, bool))])
+    if kind is Promotion.INT_TO_FLOAT and not (result.is_floating_point or result.is_complex):
+        result = torch.get_default_dtype()
+    if kind is Promotion.BOOL_TO_LONG and result is torch.bool:
+        return torch.long
+    return result if kind is Promotion.NO_OPMATH else get_computation_dtype(result)
 
 
-def _stand_in(value: Any) -> Any:
-    """What PyTorch's promotion sees: a meta tensor of the same rank, or a number where `value` is weakly typed."""
-    if isinstance(value, (int, float, complex)):
-        return value
-    if getattr(value, "weak_type", False):
-        return {"f": 1.0, "i": 1, "u": 1, "c": 1j, "b": True}[value.dtype.kind]
-    return torch.empty((1,) * value.ndim, dtype=torch_dtype(value.dtype), device="meta")
+def _result_dtype(values: list[Any]) -> torch.dtype:
+    """PyTorch's type promotion: the dtype of the arrays with axes that are of the highest category among all values,
+    else that of those without axes, else the category's default."""
+    dtypes = [torch_dtype(v.dtype) if hasattr(v, "dtype") else _NUMBERS[type(v)] for v in values]
+    highest = max(map(_category, dtypes), default=0)
+    if highest == _COMPLEX:
+        dtypes = [d.to_complex() if d.is_floating_point else d for d in dtypes]
+    for has_axes in (True, False):
+        taken = [
+            dtype
+            for dtype, v in zip(dtypes, values, strict=True)
+            if not _is_number(v) and bool(v.ndim) is has_axes and _category(dtype) == highest
+        ]
+        if taken:
+            return functools.reduce(torch.promote_types, taken)
+    default = torch.get_default_dtype()
+    return (torch.bool, torch.long, default, default.to_complex())[highest]
+
+
+_NUMBERS = {bool: torch.bool, int: torch.long, float: torch.double, complex: torch.complex128}
+_COMPLEX = 3
+
+
+def _category(dtype: torch.dtype) -> int:
+    if dtype is torch.bool:
+        return 0
+    return _COMPLEX if dtype.is_complex else 2 if dtype.is_floating_point else 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, complex)) or bool(getattr(value, "weak_type", False))

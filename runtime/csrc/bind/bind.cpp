@@ -15,6 +15,7 @@
 #include "launch/queue.h"
 #include "launch/read.h"
 #include "launch/signals.h"
+#include "record/inference_cache.h"
 #include "region/program.h"
 #include "region/replay.h"
 
@@ -113,6 +114,9 @@ py::dict stats() {
   d["ops_recorded"] = now.hits + now.misses;
   d["trie_hits"] = now.hits;
   d["trie_misses"] = now.misses;
+  InferenceCounts inferences = inference_counts();
+  d["shapes_inferred"] = inferences.all;
+  d["shapes_inferred_on_meta"] = py::cast(inferences.on_meta);
   d["trie_nodes"] = trie_nodes;
   d["trie_plans"] = trie_plans;
   d["array_shapes"] = num_bases();
@@ -127,6 +131,7 @@ py::dict stats() {
 }
 
 void reset_stats() {
+  reset_inference_counts();
   StateGuard guard(state_lock);
   counters = {};
 }

@@ -1,5 +1,6 @@
 #include "record/infer.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/TensorIterator.h>
@@ -7,10 +8,12 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
 
 #include <algorithm>
 
 #include "bind/bridge.h"
+#include "record/inference_cache.h"
 
 namespace torchtpu {
 
@@ -209,13 +212,14 @@ void check_overlap(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   }
 }
 
-// Runs the op on one element of each argument.
-void try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+// Runs the op on one element of each argument; returns its results.
+Stack try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   Silence silence;
   Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) {
     return at::ones(c10::SmallVector<int64_t, 5>(t.dim(), 1), t.options().device(at::kCPU));
   });
   op.callBoxed(&stack);
+  return stack;
 }
 
 constexpr std::string_view kRefusal = "not implemented for '";
@@ -280,38 +284,66 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   return tensors == 1 && has_number && has_shape_function(op) ? Refuses::kDtype : Refuses::kNothing;
 }
 
-// Asks of one element; the call itself says it best, where `may_ask_cpu`.
-void check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
+// Asks of one element; the call itself says it best, where `may_ask_cpu`.  Returns the results, where there are any.
+Stack check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
   Refuses refuses = may_refuse(info, op, args);
-  if (refuses == Refuses::kNothing || !has_cpu_kernel(op)) return;
+  if (refuses == Refuses::kNothing || !has_cpu_kernel(op)) return {};
   try {
-    try_on_cpu(info, op, args);
+    return try_on_cpu(info, op, args);
   } catch (const c10::Error& error) {  // perhaps for the shapes that were made up here
-    if (lacks_kernel(info, error) || (refuses == Refuses::kDtype && !is_refusal(error))) return;
-    if (may_ask_cpu) return raise_cpu_error(info, op, args);
+    if (lacks_kernel(info, error) || (refuses == Refuses::kDtype && !is_refusal(error))) return {};
+    if (may_ask_cpu) {
+      raise_cpu_error(info, op, args);
+      return {};
+    }
     std::string_view text = error.what_without_backtrace();
     bool names_dtypes =
         text.find("same dtype") != std::string_view::npos || text.find("converted") != std::string_view::npos;
     if (is_not_implemented(error) || names_dtypes) throw;
   }
+  return {};
 }
 
-// Asks PyTorch's C++ shape function.  On meta tensors torch runs Python code in its place, which chooses other strides;
-// what is dispatched to a backend that has no kernels is PyTorch's own code for any device.
-void call_shape_function(const c10::OperatorHandle& op, Stack* stack) {
-  for (IValue& v : *stack) {  // a 0-dim CPU tensor would choose another device; a number becomes one on its way
-    bool is_on_cpu = v.isTensor() && v.toTensor().defined() && v.toTensor().device().is_cpu();
-    if (is_on_cpu && !v.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
-      v = at::empty({}, v.toTensor().options().device(at::kMeta));
-    }
+// Thrown where a shape function asks for more than shapes.
+struct NeedsKernel {};
+
+// While a shape function runs: the kernel that it hands its results to does nothing.
+void skip_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  bool is_out = std::ranges::any_of(arguments, [](const auto& a) { return a.is_out(); });
+  bool is_view = std::ranges::any_of(op.schema().returns(),
+                                     [](const auto& r) { return r.alias_info() && !r.alias_info()->isWrite(); });
+  if (is_view || op.schema().name() == "aten::resize_") {  // geometry, which is what is asked for
+    return op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), stack);
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), stack);
+  if (!is_out) throw NeedsKernel();
+  Stack results(stack->end() - static_cast<std::ptrdiff_t>(op.schema().returns().size()), stack->end());
+  torch::jit::drop(*stack, arguments.size());
+  for (auto& result : results) stack->push_back(std::move(result));
 }
 
-// Lays out the result of an op on elements as the CPU kernels' iterator does.
-void lay_out_as_iterator(const OpInfo& info, const Stack& args, Stack* results) {
-  if (results->size() != 1 || !results->back().isTensor()) return;
-  auto dtype = results->back().toTensor().scalar_type();
+// Asks PyTorch's C++ shape function; false where it has no answer.  On meta tensors torch runs Python code in its
+// place, which chooses other strides; what is dispatched to a backend that has no kernels is PyTorch's own code for any
+// device.
+bool call_shape_function(const c10::OperatorHandle& op, Stack* stack) {
+  Stack given = *stack;
+  try {
+    c10::impl::IncludeDispatchKeyGuard backend(c10::DispatchKey::PrivateUse2);
+    op.callBoxed(stack);
+    return true;
+  } catch (const NeedsKernel&) {
+    *stack = std::move(given);
+    return false;
+  }
+}
+
+at::Tensor meta_of(const at::Tensor& t) {
+  if (!t.defined()) return t;
+  return at::detail::empty_strided_meta(t.sizes(), t.strides(), t.scalar_type());
+}
+
+// A result of an op on elements as the CPU kernels' iterator lays it out; undefined where no tensor is given.
+at::Tensor laid_out_by_iterator(const OpInfo& info, const Stack& args, at::ScalarType dtype) {
   at::TensorIteratorConfig config;
   config.set_check_mem_overlap(false).check_all_same_dtype(false).check_all_same_device(false);
   config.add_owned_output(at::Tensor()).declare_static_dtype_and_device(dtype, at::kMeta);
@@ -323,17 +355,84 @@ void lay_out_as_iterator(const OpInfo& info, const Stack& args, Stack* results) 
     if (v.isScalar() && makes_tensors) config.add_owned_const_input(at::empty({}, at::device(at::kMeta)));
     has_input |= is_tensor;
   }
-  if (!has_input) return;
-  at::TensorIterator iterator = config.build();
-  if (iterator.output().sizes() == results->back().toTensor().sizes()) results->back() = iterator.output();
+  return has_input ? config.build().output() : at::Tensor();
 }
 
 void run_on_meta(const OpInfo& info, const c10::OperatorHandle& op, Stack* stack) {
   if (op.schema().is_mutable()) return op.callBoxed(stack);
-  if (has_shape_function(op)) return call_shape_function(op, stack);
   Stack args = *stack;
   op.callBoxed(stack);
-  if (op.hasTag(at::Tag::pointwise)) lay_out_as_iterator(info, args, stack);
+  if (!op.hasTag(at::Tag::pointwise) || stack->size() != 1 || !stack->back().isTensor()) return;
+  at::Tensor result = laid_out_by_iterator(info, args, stack->back().toTensor().scalar_type());
+  if (result.defined() && result.sizes() == stack->back().toTensor().sizes()) stack->back() = result;
+}
+
+// By PyTorch's C++ shape function, of the arguments themselves, which an op without out= leaves in shape.
+std::shared_ptr<const Inferred> infer_by_shape_function(const OpInfo& info, const c10::OperatorHandle& op,
+                                                        const IValue* args) {
+  Stack results(args, args + info.args.size());
+  if (info.has_infer || info.may_resize || !has_shape_function(op) || !call_shape_function(op, &results)) return {};
+  auto inferred = std::make_shared<Inferred>();
+  inferred->args.resize(info.args.size());
+  SharedArgs meta(at::kMeta);
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (!info.args[i].is_written) continue;
+    if (!args[i].isTensor()) return {};
+    inferred->args[i] = meta(args[i].toTensor());
+  }
+  for (const IValue& result : results) {
+    if (!result.isTensor()) return {};
+    inferred->results.emplace_back(meta_of(result.toTensor()));
+  }
+  return inferred;
+}
+
+bool is_list_of_tensors(const IValue& v) {
+  return v.isList() && !v.isIntList() && !v.isDoubleList() && !v.isBoolList();
+}
+
+// Of a pointwise op without a shape function, in the dtype of what the CPU made of one element.
+std::shared_ptr<const Inferred> infer_by_iterator(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args,
+                                                  const Stack& element) {
+  if (info.has_infer || info.may_resize || !op.hasTag(at::Tag::pointwise)) return {};
+  if (element.size() != 1 || !element[0].isTensor()) return {};
+  auto inferred = std::make_shared<Inferred>();
+  inferred->args.assign(args, args + info.args.size());
+  if (std::ranges::any_of(inferred->args, is_list_of_tensors)) return {};
+  SharedArgs meta(at::kMeta);
+  int64_t dim = 0;
+  const at::Tensor* written = nullptr;
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (!args[i].isTensor() || !args[i].toTensor().defined()) continue;
+    inferred->args[i] = meta(args[i].toTensor());
+    dim = std::max(dim, args[i].toTensor().dim());
+    if (info.args[i].is_written) written = &args[i].toTensor();
+  }
+  const at::Tensor& one = element[0].toTensor();
+  if (one.numel() != 1 || one.dim() != dim) return {};  // it is not what pointwise ops make
+  at::Tensor result = laid_out_by_iterator(info, inferred->args, one.scalar_type());
+  if (!result.defined() || (written && written->sizes() != result.sizes())) return {};
+  inferred->results.emplace_back(std::move(result));
+  return inferred;
+}
+
+std::shared_ptr<const Inferred> infer_on_meta(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+  auto inferred = std::make_shared<Inferred>();
+  SharedArgs meta(at::kMeta);
+  inferred->args = convert_args(info, args, at::kMeta, std::ref(meta));
+  inferred->results = inferred->args;
+  if (info.has_infer) {
+    infer_in_python(info, &inferred->results);
+    for (size_t i = 0; i < info.return_alias.size(); i++) {
+      int alias = info.return_alias[i];
+      if (alias < 0 || info.args[alias].is_out || !args[alias].isTensor()) continue;
+      TORCH_CHECK(inferred->results[i].toTensor().sizes() == args[alias].toTensor().sizes(), "output with shape ",
+                  args[alias].toTensor().sizes(), " doesn't match the shape ", inferred->results[i].toTensor().sizes());
+    }
+  } else {
+    run_on_meta(info, op, &inferred->results);
+  }
+  return inferred;
 }
 
 }  // namespace
@@ -348,29 +447,33 @@ bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const 
   return false;
 }
 
-std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+std::shared_ptr<const Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   check_devices(info, args);
-  if (reads_through_mask(info, args)) return std::nullopt;
+  if (reads_through_mask(info, args)) return nullptr;
+  bool odd = is_odd(info, args);  // the answer may lie in which tensors are the same
+  std::optional<std::string> signature = info.may_resize || odd ? std::nullopt : signature_of(info, args);
+  if (signature) {
+    if (auto known = find_inferred(*signature)) return known;
+  }
   PlainDispatch plain;
   bool may_ask_cpu = total_bytes(info, args) <= kMaxErrorBytes && has_cpu_kernel(op);
-  if (is_odd(info, args)) check_overlap(info, op, args, may_ask_cpu && !info.random);
-  check_dtypes(info, op, args, may_ask_cpu);
-  Inferred inferred;
-  SharedArgs meta(at::kMeta);
-  inferred.args = convert_args(info, args, at::kMeta, std::ref(meta));
-  inferred.results = inferred.args;
+  if (odd) check_overlap(info, op, args, may_ask_cpu && !info.random);
+  Stack element = check_dtypes(info, op, args, may_ask_cpu);
+  std::shared_ptr<const Inferred> inferred;
   try {
-    if (info.has_infer) {
-      infer_in_python(info, &inferred.results);
-    } else {
-      run_on_meta(info, op, &inferred.results);
-    }
+    inferred = infer_by_shape_function(info, op, args);
+    if (!inferred) inferred = infer_by_iterator(info, op, args, element);
+    count_inference(info, !inferred);
+    if (!inferred) inferred = infer_on_meta(info, op, args);
   } catch (...) {
     if (!may_ask_cpu) throw;
     raise_cpu_error(info, op, args);
-    return std::nullopt;  // the CPU can do it
+    return nullptr;  // the CPU can do it
   }
+  if (signature) keep_inferred(std::move(*signature), inferred);
   return inferred;
 }
+
+TORCH_LIBRARY_IMPL(_, PrivateUse2, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&skip_kernel>()); }
 
 }  // namespace torchtpu

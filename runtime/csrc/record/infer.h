@@ -1,7 +1,7 @@
 // Shape inference for a call seen for the first time: in come its arguments, out go its results as meta tensors.
 #pragma once
 
-#include <optional>
+#include <memory>
 
 #include "record/recorder.h"
 
@@ -12,9 +12,9 @@ struct Inferred {
   Stack results;
 };
 
-// Raises PyTorch's own error for a bad call.  Nothing where the result's shape depends on data, or has no inference:
-// the op then runs on the CPU.
-std::optional<Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args);
+// Raises PyTorch's own error for a bad call.  Null where the result's shape depends on data, or has no inference: the
+// op then runs on the CPU.
+std::shared_ptr<const Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args);
 
 // Whether the CPU raises for these dtypes.
 bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args);

@@ -238,7 +238,7 @@ c10::DeviceIndex find_device(const OpInfo& info, const IValue* args) {
 
 // The node for this call, made where the op stream is new; false where the op cannot be recorded.
 bool learn(Recorder& r, const OpInfo& info, const IValue* args) {
-  std::optional<Inferred> inferred = infer(info, info.handle, args);
+  std::shared_ptr<const Inferred> inferred = infer(info, info.handle, args);
   if (!inferred) return false;
   if (info.may_resize) grow_outputs(info, args, inferred->args);
   std::string line = current_line();

@@ -150,9 +150,16 @@ def vdot(self, other, *, ctx):
 
 
 def _infer_addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *_: Any) -> Tensor:
-    made = torch.addmm(self, mat1, mat2)
-    self.expand(mat1.shape[0], mat2.shape[1])  # raises where it has more dimensions: meta tensors do not complain
-    return made
+    rows, columns = mat1.shape[0], mat2.shape[-1]
+    if (
+        mat1.dim() != 2
+        or mat2.dim() != 2
+        or mat1.shape[1] != mat2.shape[0]
+        or len({self.dtype, mat1.dtype, mat2.dtype}) > 1
+    ):
+        raise RuntimeError("mat1 and mat2 cannot be multiplied")
+    self.expand(rows, columns)  # raises where it has more dimensions
+    return mat1.new_empty((rows, columns))
 
 
 @lowering("addmm", structural=_SCALES, infer=_infer_addmm, multiplies=True)
@@ -202,11 +209,12 @@ def addr(self, vec1, vec2, *, beta=1, alpha=1, ctx):
 
 
 def _infer_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    made = torch.nn.functional.linear(input, weight, bias)
-    if bias is not None:  # may not make the result larger, of which meta tensors do not complain
-        without = torch.nn.functional.linear(input, weight)
-        bias.expand(without.shape) if input.dim() == 2 else without.add_(bias)
-    return made
+    fits = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1] and input.dtype == weight.dtype
+    if not fits or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype)):
+        raise RuntimeError("input and weight cannot be multiplied")
+    if input.dim() > 2 and not input.is_contiguous():
+        return torch.ops.aten.linear(input, weight, bias)  # some layouts are kept
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
 @lowering("linear", infer=_infer_linear, multiplies=True)

@@ -185,7 +185,7 @@ def _infer_masked_fill(self: torch.Tensor, mask: torch.Tensor, value: Any) -> to
         )
     if isinstance(value, torch.Tensor) and value.is_complex() and not self.is_complex():
         torch.zeros((), dtype=self.dtype, device="cpu").fill_(1j)  # raises
-    return self.new_empty(torch.broadcast_shapes(self.shape, mask.shape))
+    return self.new_empty(torch.broadcast_tensors(self, mask)[0].shape)
 
 
 @lowering("masked_fill.Scalar", "masked_fill.Tensor", lifts=True, infer=_infer_masked_fill)

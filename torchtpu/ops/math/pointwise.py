@@ -12,7 +12,7 @@ from torch._prims_common import get_computation_dtype
 
 from torchtpu.ops.math import complex_functions
 from torchtpu.ops.math.complex_functions import is_complex
-from torchtpu.ops.registry import Context, as_dtype, jnp, lax, like, lowering, pointwise
+from torchtpu.ops.registry import Context, as_dtype, jnp, lax, like, lowering, pointwise, without_kernels
 
 EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1, -2)  # torch computes these without pow
 
@@ -291,7 +291,7 @@ def _infer_heaviside(self: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """PyTorch's shape function is not asked for `heaviside_`, which converts nothing either."""
     if self.dtype != values.dtype or self.is_complex():
         raise RuntimeError("heaviside is not yet implemented for complex tensors or tensors with different dtypes.")
-    return torch.heaviside(self, values)
+    return without_kernels(torch.ops.aten.heaviside.default, self, values)
 
 
 @pointwise("heaviside", infer=_infer_heaviside)

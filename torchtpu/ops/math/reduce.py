@@ -40,7 +40,15 @@ def nansum(x, dim=None, keepdim=False, *, dtype=None, ctx):
     return jnp.sum(summand(jnp.where(jnp.isnan(x), 0, x), ctx), axes(dim, x.ndim), keepdims=keepdim)
 
 
-@lowering("mean", "mean.dim")
+def _infer_mean(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    dtype = dtype or x.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError("mean of integers")
+    return x.new_empty((), dtype=dtype)
+
+
+@lowering("mean", infer=_infer_mean)
+@lowering("mean.dim")
 def mean(x, dim=None, keepdim=False, *, dtype=None, ctx):
     return _average(summand(x, ctx), axes(dim, x.ndim), keepdim)
 

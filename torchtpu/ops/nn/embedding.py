@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchtpu.ops.math.reduce import linalg_vector_norm
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
 from torchtpu.ops.shape.index import DROPPED, PROMISED, checked
@@ -11,7 +13,13 @@ from torchtpu.ops.shape.index import DROPPED, PROMISED, checked
 SUM, MEAN, MAX = range(3)  # the modes of an embedding bag
 
 
-@lowering("embedding")
+def _infer_embedding(weight: torch.Tensor, indices: torch.Tensor, *options: Any) -> torch.Tensor:
+    if weight.dim() != 2 or indices.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError("embedding takes rows of a matrix")
+    return weight.new_empty((*indices.shape, weight.shape[1]))
+
+
+@lowering("embedding", infer=_infer_embedding)
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False, *, ctx):
     index = checked(ctx, indices, weight.shape[0], "index out of range in self")
     return weight.at[index].get(**PROMISED)

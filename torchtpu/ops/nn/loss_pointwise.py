@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchtpu.ops.math.pointwise import computed
 from torchtpu.ops.registry import Context, as_dtype, jax, jnp, lowering
 
@@ -30,7 +32,13 @@ def mse_loss(self, target, reduction=MEAN, *, ctx):
     return reduced(abs((x - y) * (x - y)) if jnp.iscomplexobj(x) else (x - y) * (x - y), reduction)
 
 
-@lowering("mse_loss_backward")
+def _infer_mse_loss_backward(
+    grad_output: torch.Tensor, self: torch.Tensor, target: torch.Tensor, reduction: int
+) -> Any:
+    return self.new_empty(torch.broadcast_tensors(self, target, grad_output)[0].shape)
+
+
+@lowering("mse_loss_backward", infer=_infer_mse_loss_backward)
 def mse_loss_backward(grad_output, self, target, reduction, *, ctx):
     grad, x, y = _computed(ctx, grad_output, self, target)
     return _shared(grad, 2 * (x - y), reduction)

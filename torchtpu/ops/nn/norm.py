@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import get_computation_dtype, suggest_memory_format
 
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
@@ -23,7 +23,25 @@ def _split(x: Any, normalized_shape: Any) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(range(outer)), tuple(range(outer, x.ndim))
 
 
-@lowering("native_layer_norm")
+def _infer_layer_norm(input: torch.Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> Any:
+    shape = tuple(normalized_shape)
+    outer = input.dim() - len(shape)
+    fits = len(shape) > 0 and outer >= 0 and input.shape[outer:] == shape and input.is_floating_point()
+    if not fits or any(p is not None and p.shape != shape for p in (weight, bias)):
+        raise RuntimeError(f"layer_norm of {tuple(input.shape)} over {shape}")
+    statistics = [*input.shape[:outer], *(1 for _ in shape)]
+    dtype = get_computation_dtype(input.dtype)
+    return input.new_empty(input.shape), *(input.new_empty(statistics, dtype=dtype) for _ in range(2))
+
+
+def _infer_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask) -> Any:
+    made = (input, weight, bias)
+    return tuple(
+        x.new_empty(x.shape) if mask and x is not None else None for x, mask in zip(made, output_mask, strict=True)
+    )
+
+
+@lowering("native_layer_norm", infer=_infer_layer_norm)
 def native_layer_norm(input, normalized_shape, weight, bias, eps):
     x = opmath(input)
     mean, rstd = _statistics(x, _split(x, normalized_shape)[1], eps)
@@ -35,7 +53,7 @@ def native_layer_norm(input, normalized_shape, weight, bias, eps):
     return made, mean, rstd
 
 
-@lowering("native_layer_norm_backward")
+@lowering("native_layer_norm_backward", infer=_infer_layer_norm_backward)
 def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
     grad, x = opmath(grad_out), opmath(input)
     outer, inner = _split(x, normalized_shape)
