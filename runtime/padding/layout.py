@@ -42,8 +42,8 @@ from torchtpu.runtime.ir.program import (
     Write,
 )
 from torchtpu.runtime.ir.scalar_lifting import IsStructural
+from torchtpu.runtime.ir.strided_access import find_box
 from torchtpu.runtime.ir.values import bases_of, operands
-from torchtpu.runtime.lowering.strided_access import find_box
 
 _LEAST_ROOM = 32
 _WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
