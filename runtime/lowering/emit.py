@@ -15,6 +15,7 @@ import torch
 from torchtpu.runtime.ir.calls import Parameter, results_of, written
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Result, Write
+from torchtpu.runtime.ir.strided_access import row_major
 from torchtpu.runtime.ir.types import tensor_type
 
 from . import views
@@ -307,7 +308,7 @@ class _Writer:
             array = self._names[old]
             layout = self._layouts[old]
             if layout != base:
-                whole = View(base.shape, _row_major(base.shape), 0, base.dtype)
+                whole = View(base.shape, row_major(base.shape), 0, base.dtype)
                 array = self._paste(views.read(layout, whole), array, "", 0)
         is_flat = self._takes_flat(base, view, offset)
         return self._paste(views.write(base, view, is_fresh=old is None, is_flat=is_flat), array, new, offset)
@@ -377,13 +378,4 @@ class _Writer:
 
 def _is_whole(tensor: Operand | Result, base: Base) -> bool:
     """Whether a tensor at offset 0 is its array as it stands."""
-    return tensor.sizes == base.shape and tensor.dtype == base.dtype and tensor.strides == _row_major(base.shape)
-
-
-@functools.lru_cache(maxsize=8192)
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
+    return tensor.sizes == base.shape and tensor.dtype == base.dtype and tensor.strides == row_major(base.shape)
