@@ -5,21 +5,34 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import compiled_before
 import pytest
 import torch
 from rotation import number_of_commit
+from xdist.scheduler import LoadFileScheduling
 
 from torchtpu import metrics, startup
+from torchtpu.runtime.device import client
+
+SITE = Path(__file__).parent / "site"
+MOST_WORKERS = 8  # the longest file then takes as long as all others
+GIGABYTES_PER_WORKER = 6  # a worker of its own accord takes 2.5, the processes that a test starts about as much
+SHARES_NOTHING = {"test_opinfo.py", "test_lowerings.py"}
+LONGEST_FIRST = ("test_distributed.py", "test_opinfo.py", "test_warm.py", "test_lowerings.py", "test_fuzz_cache.py")
 
 OUTCOME = pytest.StashKey[pytest.CallInfo[None]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the long versions of the tests (some hours)")
+    parser.addoption("--compile", action="store_true", help="compile every program, also those that an earlier run did")
     parser.addoption("--rotation", type=int, metavar="N", help="check what the commit of this number checked")
     parser.addoption("--shard", default="0/1", metavar="I/N", help="of the long version of test_opinfo.py")
     parser.addoption("--results", metavar="FILE", help="where test_opinfo.py keeps its results and goes on from")
@@ -27,9 +40,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The cache begins empty, for child processes too: what a test sees does not hang on earlier runs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    compiled_before.install(client)
+    if (worker := getattr(config, "workerinput", None)) is not None:
+        os.environ["TORCHTPU_CACHE_DIR"] = os.path.join(os.environ["TORCHTPU_CACHE_DIR"], worker["workerid"])
+        return
     directory = tempfile.TemporaryDirectory(prefix="torchtpu-tests-", ignore_cleanup_errors=True)
-    os.environ["TORCHTPU_CACHE_DIR"] = directory.name
     config.add_cleanup(directory.cleanup)
+    os.environ["TORCHTPU_CACHE_DIR"] = directory.name
+    os.environ[compiled_before.VARIABLE] = "" if config.getoption("--compile") else str(compiled_before.directory())
+    paths = (str(SITE), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker per core and file; none, which is to run the tests in this process, for a single file."""
+    paths = {Path(argument.split("::")[0]) for argument in config.args}
+    cores, gigabytes = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+    workers = max(1, min(cores, gigabytes // GIGABYTES_PER_WORKER, MOST_WORKERS))
+    if all(path.is_file() for path in paths):
+        workers = min(workers, len(paths))
+    return workers if workers > 1 else 0
+
+
+class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+    """A file's tests run in one worker, but for those of files whose tests take long and share nothing."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = str(super()._split_scope(nodeid))
+        return nodeid if Path(path).name in SHARES_NOTHING else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    return Scheduling(config, log)
 
 
 def rotation_of(config: pytest.Config) -> int:
@@ -51,6 +95,9 @@ def rotation(pytestconfig: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that the workers end together."""
+    order = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if not config.getoption("--full"):
         skip = pytest.mark.skip(reason="long: runs with --full")
         for item in items:
@@ -111,6 +158,13 @@ def no_optimisation_fails(request: pytest.FixtureRequest) -> Iterator[None]:
     expected = {name for marker in request.node.iter_markers("bailouts") for name in marker.args}
     unexpected = [str(bailout) for bailout in bailouts if bailout.what not in expected]
     assert not unexpected, "\n".join(unexpected)
+
+
+@pytest.fixture(autouse=True)
+def programs_are_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests marked `compiles` use nothing that was compiled before, nor do the processes that they start."""
+    if request.node.get_closest_marker("compiles"):
+        monkeypatch.setenv(compiled_before.VARIABLE, "")
 
 
 @pytest.fixture

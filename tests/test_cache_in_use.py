@@ -59,6 +59,7 @@ def damaged(whole: bytes, *, flips: int, cuts: int) -> Iterator[bytes]:
         yield whole[: chance.randrange(len(whole))]
 
 
+@pytest.mark.compiles
 @pytest.mark.timeout(3600)  # with --full it compiles 600 times
 @pytest.mark.parametrize("kind", ["program", "plan"])
 def test_what_is_damaged_is_built_again_with_one_line(
@@ -89,6 +90,7 @@ def spoof_cpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pjrt, "host_cpu_features", lambda: ("x86_64", "sse2"))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("spoof", [spoof_compiler, spoof_cpu])
 def test_other_compilers_and_cpus_share_a_directory_and_no_program(
     home: Path,
@@ -106,6 +108,7 @@ def test_other_compilers_and_cpus_share_a_directory_and_no_program(
     assert len([file for file in DirectoryStore(home).entries() if file.kind == "program"]) == 2
 
 
+@pytest.mark.compiles
 def test_another_torch_makes_plans_anew_and_programs_hit(
     home: Path, run: Callable[[], Counters], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,7 +181,7 @@ def findings() -> dict[str, list[doctor.Finding]]:
 @pytest.mark.usefixtures("store")
 def test_doctor_finds_a_working_machine() -> None:
     done = CliRunner().invoke(app, ["doctor", "--json"])
-    rows = json.loads(done.output)
+    rows = json.loads(done.stdout)  # a wait that takes long is told beside it
     assert done.exit_code == 0, rows
     assert {row["name"] for row in rows} >= {"versions", "extension", "devices", "libtpu", "cache", "run"}
     assert "arange(4) * 2 + 1 is [1, 3, 5, 7]" in CliRunner().invoke(app, ["doctor"]).output

@@ -70,8 +70,53 @@ def test_lowerings_import_only_the_registry_and_each_other() -> None:
         assert ours <= {"torchtpu"}, f"{name_of(path)} imports {sorted(ours)}"
 
 
-def test_distributed_has_no_circle_of_imports() -> None:
-    """Nor does it import what imports it: of the top package it knows the knobs and the op registry."""
+LAYERS = ("device", "ir", "telemetry", "padding", "lowering", "partition", "execute", "compile", "spmd")
+
+
+def edges() -> dict[str, set[str]]:
+    """The modules that each module of the three packages imports, for its annotations too: `from P import m` is an
+    import of P.m where that is a module, and else of P."""
+    names = {module_of(path).removesuffix(".__init__"): path for path in PYTHON}
+
+    def resolved(imported: str) -> str:
+        return imported if imported in names else imported.rpartition(".")[0]
+
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        packages = {m.rpartition(".")[0] for m in imports_of(path) if m in names}  # named on the way to a module
+        found[name] = {resolved(m) for m in imports_of(path) if m not in packages} & names.keys() - {name}
+    return found
+
+
+def test_each_folder_of_the_runtime_imports_itself_and_those_before_it() -> None:
+    folders = {path.name for path in (ROOT / "runtime").iterdir() if (path / "__init__.py").exists()}
+    assert folders == {*LAYERS}
+
+    def layer_of(module: str) -> int:
+        parts = module.split(".")
+        is_inside = is_within(module, "torchtpu.runtime") and len(parts) > 2 and parts[2] in folders
+        return LAYERS.index(parts[2]) if is_inside else len(LAYERS) * is_within(module, "torchtpu.runtime")
+
+    outside = {"torchtpu", "torchtpu.runtime"}  # packages that import none of these modules
+    upward = {
+        (module, m)
+        for module, imported in edges().items()
+        for m in imported - outside
+        if is_within(module, "torchtpu.runtime") and layer_of(m) > layer_of(module)
+    }
+    assert not upward, f"imports of what comes later: {sorted(upward)}"
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    left = edges()
+    while leaves := [module for module, imported in left.items() if not imported & left.keys()]:
+        for leaf in leaves:
+            del left[leaf]
+    assert not left, f"each of these imports another: {left}"
+
+
+def test_distributed_imports_nothing_that_imports_it() -> None:
+    """Of the top package it knows the knobs and the op registry."""
     modules = {module_of(p).removesuffix(".__init__"): p for p in PYTHON if "distributed" in p.parts}
     ours = {m: {n for n in imports_of(p) if is_within(n, "torchtpu")} for m, p in modules.items()}
     for module, imported in ours.items():
@@ -80,11 +125,6 @@ def test_distributed_has_no_circle_of_imports() -> None:
         tree = ast.parse(modules[module].read_text())
         whole = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
         assert above <= {"torchtpu", "torchtpu.ops"} and "torchtpu" not in whole, f"{module} imports {sorted(above)}"
-    edges = {m: (imported & {*modules}) - {m, "torchtpu.distributed"} for m, imported in ours.items()}
-    while leaves := [m for m, imported in edges.items() if not imported & {*edges}]:
-        for leaf in leaves:
-            del edges[leaf]
-    assert not edges, f"each of these imports another: {sorted(edges)}"
 
 
 def test_jax_is_imported_by_the_runtime_and_the_op_registry_only() -> None:

@@ -81,6 +81,7 @@ def test_counters_stay_constant(make: Callable[[], Callable[[int], None]], warm:
     assert counters() == before
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("make", "steps"), [(training_step, 2000), (counting_step, 100_000)])
 def test_the_resident_set_does_not_grow(make: Callable[[], Callable[[int], None]], steps: int) -> None:
     """Below 1 KB a step over the last nine tenths."""

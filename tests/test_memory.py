@@ -225,6 +225,7 @@ def test_metrics_name_the_op_the_dimension_and_the_line_that_varied() -> None:
     assert metrics.snapshot()["recompilations"] == {f"aten::tanh at {line}: dimension 0 of argument 'self'": 2}
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("kind", "seconds"),
     [

@@ -56,6 +56,20 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert f"```\n{command}\n```" in README
 
 
+def test_the_functions_of_the_walk_stand_in_the_files_that_it_names() -> None:
+    """Each step names functions or classes, each with a link to the file that defines it."""
+    steps = re.findall(r"^\d+\. .*$", (ROOT / "docs" / "walk.md").read_text(), re.MULTILINE)
+    assert len(steps) > 20
+    for step in steps:
+        named = re.findall(r"`(\w+)` in \[[^]]+\]\(\.\./([^)]+)\)", step)
+        assert named, step
+        for name, path in named:
+            text = (ROOT / path).read_text()
+            python = rf"^ *(?:def|class) {name}\b"
+            cpp = rf"^[\w:<>*&, ]*\b{name}\(.*\{{$"
+            assert re.search(python if path.endswith(".py") else cpp, text, re.MULTILINE), f"{name} is not in {path}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

@@ -223,10 +223,10 @@ def refuse_cosh(stage: str, patch: pytest.MonkeyPatch) -> None:
     owner, name, is_refused = {
         "lower": (engine.fragments, "find", lambda ops: any("cosh" in op.name for op in ops)),
         "compile": (engine.compiler, "_load_or_compile", lambda plan, device, note: "cosh" in plan.text()),
-        "launch": (engine._executor, "_run", lambda work, *rest: any("cosh" in op.name for op in work.program.ops)),
+        "launch": (engine._executor, "run", lambda work, *rest: any("cosh" in op.name for op in work.program.ops)),
     }[stage]
     works = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args: refuse() if is_refused(*args) else works(*args))
+    patch.setattr(owner, name, lambda *args, **more: refuse() if is_refused(*args) else works(*args, **more))
 
 
 @pytest.mark.parametrize(("stage", "settled"), [("lower", 0), ("compile", 0), ("launch", 0), ("launch", 3)])

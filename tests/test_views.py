@@ -10,9 +10,9 @@ import torch
 
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.program import Base
+from torchtpu.runtime.ir.strided_access import find_box
 from torchtpu.runtime.ir.types import tensor_type
 from torchtpu.runtime.lowering import views
-from torchtpu.runtime.lowering.strided_access import find_box
 from torchtpu.runtime.lowering.views import View
 
 BATCH = 60

@@ -317,6 +317,7 @@ def test_programs_that_could_not_be_stored_are_no_success(folder: Path) -> None:
     assert report["seconds_saved"] == 0
 
 
+@pytest.mark.compiles
 def test_a_killed_command_leaves_no_damage_and_what_it_compiled(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "torchtpu.cli", "warm", "--", *script(0.1, 10**6, 1)],
@@ -340,6 +341,7 @@ def test_a_killed_command_leaves_no_damage_and_what_it_compiled(folder: Path) ->
     assert report["failed"] == 0
 
 
+@pytest.mark.compiles
 def test_ranks_compile_each_program_once(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = torchtpu(folder, "warm", "--json", "--", *launcher, "train.py", "0.1", "5", "2")
@@ -439,6 +441,7 @@ def test_under_a_target_the_device_answers_as_the_target(folder: Path) -> None:
     assert done.stdout == "[3.0, 3.0]\n", done.stderr
 
 
+@pytest.mark.compiles
 @pytest.mark.full
 def test_processes_that_start_together_compile_each_program_once(folder: Path) -> None:
     command = [sys.executable, str(folder / "train.py"), "0.1", "5", "2"]
@@ -479,6 +482,7 @@ def test_the_example_compiles_nothing_once_it_was_warmed(folder: Path) -> None:
     assert done.stdout.splitlines()[-1] == "compiled 0 traced 0"
 
 
+@pytest.mark.compiles
 @pytest.mark.full
 def test_kills_at_random_moments_leave_a_cache_that_works(folder: Path) -> None:
     for attempt in range(10):

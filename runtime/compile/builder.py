@@ -12,7 +12,7 @@ from torchtpu.compiler_cache import Note
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.device.sizes import show_bytes
-from torchtpu.runtime.execute.executor import Executable
+from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.ir.calls import full_name, results_of
 from torchtpu.runtime.ir.manifest import Journal, Outcome
 from torchtpu.runtime.ir.program import Program

@@ -18,7 +18,7 @@ import torch
 from torchtpu.compiler_cache import Key, Store
 from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.execute.autotuner import Ladder, Words
-from torchtpu.runtime.execute.executor import Executable
+from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program

@@ -8,10 +8,12 @@ faster one stays.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+from .executable import Launchable, LaunchContext
 
 Words = tuple[str, ...]  # what is unusual about a form; () names the usual one
 
@@ -55,7 +57,10 @@ class Ladder:
     `form` is the one in use, called `words`; each of `rungs` is a word that may name a faster one.
     """
 
-    def __init__(self, forms: Forms, words: Words, form: Any, rungs: Iterable[str]) -> None:
+    meets_others = False
+    takes_padding = False
+
+    def __init__(self, forms: Forms, words: Words, form: Launchable, rungs: Iterable[str]) -> None:
         self.form = form
         self._forms = forms
         self._words = words
@@ -69,19 +74,29 @@ class Ladder:
         self._rival: Future[Any] | None = None
         self._times: tuple[list[float], list[float]] = [], []  # seconds of the form in use, and of its rival
 
-    def run(self, work: Any, launch: Callable[[Any, Any], None], wait_until_idle: Callable[[int], None]) -> None:
-        """Launches the work; `wait_until_idle` is given a device."""
+    def launch(self, work: Any, context: LaunchContext) -> None:
+        """Launches the form in use, or the one whose turn it is."""
+        with context.recovering(work):
+            self._launch(work, context)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether a launch now makes, times and awaits nothing."""
+        form = self._prompt_form()
+        return form is not None and bool(form.is_prompt)
+
+    def _launch(self, work: Any, context: LaunchContext) -> None:
         if self._words and self._forms.has_to_be_usual():
             if self._usual is None:
                 self._usual = self._forms.make((), is_needed_now=True)
-            launch(work, self._usual.result())
+            self._usual.result().launch(work, context)
         elif not self._rungs or self._forms.is_fixed():
-            launch(work, self.form)
+            self.form.launch(work, context)
         else:
             self._launches += 1
-            self._climb(work, launch, wait_until_idle)
+            self._climb(work, context)
 
-    def prompt_form(self) -> Any:
+    def _prompt_form(self) -> Any:
         """What a launch now would take, where it makes, times and awaits nothing; else None."""
         if self._words and self._forms.has_to_be_usual():
             return self._usual.result() if self._usual is not None and self._usual.done() else None
@@ -92,18 +107,18 @@ class Ladder:
         words = *self._words, self._rungs[0]
         return None if self._forms.is_due(words, self._launches + 1, self._seconds) else self.form
 
-    def _climb(self, work: Any, launch: Callable[[Any, Any], None], wait_until_idle: Callable[[int], None]) -> None:
+    def _climb(self, work: Any, context: LaunchContext) -> None:
         turn = None
         with self._carefully():
             turn = self._turn_now()
         if turn is None:
-            launch(work, self.form)
+            self.form.launch(work, context)
             return
         form, times = turn
-        wait_until_idle(work.device)
+        context.wait_until_idle(work.device)
         started = time.perf_counter()
-        launch(work, form)
-        wait_until_idle(work.device)
+        form.launch(work, context)
+        context.wait_until_idle(work.device)
         times.append(time.perf_counter() - started)
         with self._carefully():
             if len(self._times[0]) > _TURNS:

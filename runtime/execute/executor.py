@@ -9,118 +9,31 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.device.loaded import About, Loaded
-from torchtpu.runtime.device.sizes import nbytes_of, show_bytes
+from torchtpu.runtime.device.loaded import About
+from torchtpu.runtime.device.sizes import show_bytes
 from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.ir.values import roots_of
 from torchtpu.runtime.lowering.emit import failed_aval
 from torchtpu.runtime.lowering.views import fits
-from torchtpu.runtime.padding.arrays import PaddedArray, PaddedExecutable, PaddedWork, without_surplus
+from torchtpu.runtime.padding.arrays import PaddedArray, PaddedWork, without_surplus
 from torchtpu.runtime.padding.check import SecondLaunch
-from torchtpu.runtime.spmd.groups import Pieces
-from torchtpu.runtime.spmd.host_calls import HostCall
-from torchtpu.runtime.spmd.regions import Core, Joint
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.log import write
-from torchtpu.runtime.telemetry.observers import Called, Launched, Observer
+from torchtpu.runtime.telemetry.observers import Launched, Observer
 
-from .autotuner import Ladder
 from .checks import Guard, Outcome, first_of, recorded_at, unsettled
+from .executable import Executable, Fitted
 from .fitting import Fitting
 from .memory import Flight, Memory
 from .recovery import OpFailedError, Recovery, first_too_large
 from .sequence import Sequence as Parts
 
-if TYPE_CHECKING:
-    from torchtpu.runtime.compile.plan_cache import Plan
-
-
-class Executable:
-    """What a plan is given: a loaded program with all that a launch needs of it."""
-
-    __slots__ = (
-        "__weakref__", "_flat", "_make_flat", "about", "checks", "common", "fitted", "floats", "handlers",
-        "has_one_own", "inputs", "ints", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        client: Client,
-        plan: Plan,
-        loaded: Loaded,
-        device: int,
-        about: About,
-        make_flat: Callable[[], Executable],
-    ) -> None:
-        outputs = list(plan.outputs) + ([failed_aval(len(plan.checks))] if plan.checks else [])
-        self.inputs = plan.inputs
-        self.offsets = plan.offsets
-        self.loaded = loaded
-        self.about = about
-        self.run = loaded.executable
-        self.handlers = client.handlers(outputs, device)
-        self.checks = plan.checks
-        self.kinds = tuple(dict.fromkeys(plan.sources))  # the different sets of inputs and checks outputs depend on
-        self.common = functools.reduce(operator.and_, self.kinds, -1)  # what all outputs depend on
-        self.has_one_own = len({kind >> len(self.inputs) for kind in self.kinds}) == 1  # and on the same checks
-        numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
-        self.kind_of = [numbers[sources] for sources in plan.sources]
-        self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
-        self.floats, self.ints = _Numbers(), _Numbers()
-        self.fitted: dict[int, Parts] = {}  # what is launched instead, by memory limit
-        self._make_flat = make_flat
-        self._flat: Executable | None = None
-
-    def at(self, ints: list[int]) -> Executable:
-        """The program for these run-time ints: this one, or the one that takes nothing for granted of offsets."""
-        if fits(self.offsets, ints):
-            return self
-        self._flat = self._flat or self._make_flat()
-        return self._flat
-
-    @property
-    def is_prompt(self) -> bool:
-        """Whether `at` makes nothing."""
-        return not self.offsets or self._flat is not None
-
-    @property
-    def argument_bytes(self) -> int:
-        """What a launch is given."""
-        return self.loaded.argument_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """What a launch takes beyond its arguments."""
-        return self.loaded.output_bytes - self.loaded.aliased_bytes + self.loaded.temporary_bytes
-
-    def hidden_bytes(self, arguments: Sequence[Any]) -> int:
-        """What a launch takes beside arguments and outputs: temporaries, and donated memory that no output reuses."""
-        donated = sum(nbytes_of(argument) for argument in arguments if argument.is_deleted())
-        return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
-
-
 Settle = Callable[[Any, Exception, int | None], None]
-
-
-class _Numbers:
-    """A program's run-time numbers on its device: uploaded where they are not those of its last launch."""
-
-    __slots__ = ("_array", "_data")
-
-    def __init__(self) -> None:
-        self._data: bytes | None = None
-        self._array: Any = None
-
-    def array(self, client: Client, numbers: torch.Tensor, device: int) -> Any:
-        data = numbers.numpy().tobytes()
-        if data != self._data:
-            self._data, self._array = data, client.upload(numbers, device)
-        return self._array
 
 
 class Executor:
@@ -136,9 +49,9 @@ class Executor:
         recovery: Callable[[Callable[[Any], None]], Recovery],
         observers: Sequence[Observer] = (),
     ) -> None:
-        self._observers = observers
+        self.observers = observers
         self._client = client
-        self._counters = counters
+        self.counters = counters
         self._knob = knob
         self._memory = memory
         self._fitting = fitting
@@ -150,53 +63,49 @@ class Executor:
     def is_prompt(self, work: Any) -> bool:
         """Whether launching the work takes no time but the program's: no other rank, no memory and no compile is waited
         for, and nothing has to be made."""
-        executable = work.executable
-        if isinstance(executable, PaddedExecutable) and self._knob("check") != "off":
+        if work.build_error is not None or (work.executable.takes_padding and self._knob("check") != "off"):
             return False
-        while isinstance(executable, PaddedExecutable):
-            executable = executable.executable
-        if isinstance(executable, Ladder):
-            executable = executable.prompt_form()
-        is_alone = isinstance(executable, (Executable, Parts))
-        return is_alone and executable.is_prompt and not self._memory.limit(work.device)
+        return work.executable.is_prompt and not self._memory.limit(work.device)
 
-    def launch(self, work: Any, executable: Any = None) -> None:
+    def launch(self, work: Any) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
         if work.build_error is not None:
             self._recover(work, work.build_error, None)
             return
-        executable = executable or work.executable
-        if work.stopped_by is not None and not isinstance(executable, (HostCall, Joint, Pieces, Core)):
+        executable = work.executable
+        if work.stopped_by is not None and not executable.meets_others:
             self._roll_back(work, work.stopped_by)
             return
-        if isinstance(executable, PaddedExecutable):
-            with _Caught(work, self._recover):
-                padded = executable.work(work)
-                if self._knob("check") == "padding" and not work.errors():
-                    self._check(padded, executable.executable)
-                self.launch(padded, executable.executable)
-            return
-        if PaddedArray.exist:
-            work = without_surplus(self._client, self._counters, work)
-        if isinstance(executable, HostCall):
-            self._call(work)
-        elif isinstance(executable, (Joint, Pieces)):
-            self._meet(work, executable)
-        elif isinstance(executable, Core):
-            self._together(work, executable)
-        else:
-            self._run_alone(work, executable)
+        if PaddedArray.exist and not executable.takes_padding:
+            work = without_surplus(self._client, self.counters, work)
+        executable.launch(work, self)
 
-    def _check(self, work: PaddedWork, executable: Any) -> None:
-        """Launches a padded program with another surplus; the launch proper compares what it makes."""
+    def catching(self, work: Any) -> _Caught:
+        """Within it the work is given what is raised."""
+        return _Caught(work)
+
+    def recovering(self, work: Any, executable: Any = None) -> _Caught:
+        """Within it the work is given what is raised, explained for the executable, once what eager PyTorch would have
+        computed before it is there."""
+        return _Caught(work, self._recover, executable)
+
+    def wait_until_idle(self, device: int) -> None:
+        """Waits until everything launched so far has run, whatever came of it."""
+        self._memory.wait_until_idle(device)
+
+    def check_padding(self, work: PaddedWork) -> None:
+        """Launches a padded program with another surplus, where that is asked for; the launch proper compares what it
+        makes."""
+        if self._knob("check") != "padding" or work.errors():
+            return
         work.second = SecondLaunch(self._client, work)
-        self._run_alone(work.second, executable)
+        work.executable.launch(work.second, self)
         if work.second.error is not None:
-            self._counters.bailouts.note("check", work.second.error, work.program.line)
+            self.counters.bailouts.note("check", work.second.error, work.program.line)
 
     def _recover(self, work: Any, error: Exception, place: int | None) -> None:
         if isinstance(work, PaddedWork) and not isinstance(error, torch.OutOfMemoryError):
-            self._counters.bailouts.note("padding", error.__cause__ or error, work.program.line)
+            self.counters.bailouts.note("padding", error.__cause__ or error, work.program.line)
         self._recovery.settle(self._as_recorded(work), error, place)
 
     def _roll_back(self, work: Any, error: BaseException) -> None:
@@ -206,70 +115,14 @@ class Executor:
 
     def _as_recorded(self, work: Any) -> Any:
         work = getattr(work, "recorded", work)
-        return without_surplus(self._client, self._counters, work) if PaddedArray.exist else work
+        return without_surplus(self._client, self.counters, work) if PaddedArray.exist else work
 
-    def _run_alone(self, work: Any, executable: Any) -> None:
-        """Launches a program that no other rank takes part in, whole or in parts."""
-        if isinstance(executable, Ladder):
-            with _Caught(work, self._recover):
-                executable.run(work, self._run_alone, self._memory.wait_until_idle)
-            return
-        with _Caught(work, self._recover, executable.about):
-            parts = self._in_parts(work, executable) if self._memory.limit(work.device) else None
-            if parts is not None:
-                parts.run(work, self.launch)
-            elif isinstance(executable, Parts):
-                executable.run(work, self.launch)
-            else:
-                self._run_where_whole(work, executable.at(work.ints.tolist()) if executable.offsets else executable)
-
-    def _call(self, work: Any) -> None:
-        """Runs a host call, whose outputs depend on all its inputs."""
-        with _Caught(work):
-            self._counters.host_calls += 1
-            started = time.perf_counter()
-            outputs = work.executable.run(work)
-            for observer in self._observers:
-                op = work.executable.op
-                observer.called(Called(op.name, work.device, op.line, started, time.perf_counter()))
-            doubts = unsettled(work.guards())
-            work.done(outputs, [Guard(None, 0, doubts)] * len(outputs) if doubts else [])
-
-    def _meet(self, work: Any, joint: Joint | Pieces) -> None:
-        """Launches a region together with the other ranks, or its parts in turn."""
-        with _Caught(work):
-            if isinstance(joint, Pieces):
-                joint.run(work, self._try_to_meet, self.launch)
-            elif not self._try_to_meet(work, joint):
-                joint.parts.run(work, self.launch)
-
-    def _try_to_meet(self, work: Any, joint: Joint) -> bool:
-        """Launches what the ranks of a joint region agree on; whether they do. What fails is the work's."""
-        with _Caught(work):
-            agreed = joint.agreed(work)
-            if isinstance(agreed, Core):
-                self._together(work, agreed)
-            elif agreed is not None:
-                agreed.run(work, self.launch)
-            return agreed is not None
-        return True  # to fail
-
-    def _together(self, work: Any, core: Core) -> None:
-        """Launches a program as all other ranks do."""
-        with _Caught(work):
-            errors = work.errors()
-            if errors:
-                core.skip(errors[0][0], work)
-                work.failed(errors[0][0])
-            else:
-                self._run(core.given(work), core.ready(), 0, functools.partial(core.launch, work))
-
-    def _run_where_whole(self, work: Any, executable: Executable) -> None:
-        """Runs what does not depend on failed inputs."""
+    def run_alone(self, work: Any, executable: Executable) -> None:
+        """Runs what does not depend on failed inputs of a program that no other rank takes part in."""
         errors = work.errors()
-        spoiled = functools.reduce(operator.or_, (inputs for _, inputs in errors), 0)
-        if not errors or self._spoil(work, executable, errors, spoiled):
-            self._run(work, executable, spoiled)
+        failed = functools.reduce(operator.or_, (inputs for _, inputs in errors), 0)
+        if not errors or self._spoil(work, executable, errors, failed):
+            self.run(work, executable, failed=failed)
 
     def _spoil(self, work: Any, executable: Executable, errors: list[tuple[Any, int]], spoiled: int) -> bool:
         """Fails the outputs that depend on failed inputs; whether there is anything else to compute."""
@@ -279,17 +132,19 @@ class Executor:
                 work.spoil(k, first[kind])
         return None in first or any(not check.sources & spoiled for check in executable.checks)
 
-    def _run(
+    def run(
         self,
         work: Any,
         executable: Executable,
-        spoiled: int,
+        *,
+        failed: int = 0,
         together: Callable[[Callable[[], tuple[list[Any], Any]]], tuple[list[Any], Any]] | None = None,
     ) -> None:
+        """Runs a program, with zeros for inputs that `failed`; `together` runs its launch as all ranks do."""
         client, device = self._client, work.device
         arguments = work.inputs()
-        if spoiled:
-            self._stand_in(work, executable, arguments, spoiled)
+        if failed:
+            self._stand_in(work, executable, arguments, failed)
         for known, numbers in ((executable.floats, work.floats), (executable.ints, work.ints)):
             if numbers is not None:
                 arguments.append(known.array(client, numbers, device))
@@ -304,10 +159,10 @@ class Executor:
             outputs, token = together(execute)
         if not client.runs_at_once:
             self._track(device, executable, token, arguments, outputs)
-        self._counters.launches += 1
+        self.counters.launches += 1
         outcome = failed = None
         if executable.checks:
-            outcome = Outcome(client, outputs.pop(), executable.checks, doubts, spoiled, lambda: work.run)
+            outcome = Outcome(client, outputs.pop(), executable.checks, doubts, failed, lambda: work.run)
             self._settle(device)
             if outcome.is_known():
                 failed = outcome if outcome.failed() else None
@@ -316,7 +171,7 @@ class Executor:
                 with self._lock:
                     self._outcomes[device].append(outcome)
         guards = _guards(executable, outcome, doubts) if outcome or doubts else []
-        for observer in self._observers:
+        for observer in self.observers:
             region, ended = work.region, time.perf_counter()
             place = (region["reason"], region["line"], region["cut_at"])
             observer.launched(Launched(executable.about, device, *place, started, ended, tuple(outputs), token))
@@ -371,19 +226,21 @@ class Executor:
         else:
             self._memory.track(device, Flight(token, 0, (), lambda: None))
 
-    def _in_parts(self, work: Any, form: Executable | Parts) -> Parts | None:
-        """What is launched instead of a program, or of parts, that do not fit; None where they do."""
-        memory, device, needed = self._memory, work.device, form.needed_bytes
+    def parts_that_fit(self, work: Any, executable: Fitted) -> Parts | None:
+        """What to launch instead of what does not fit into memory; None where it does."""
+        memory, device = self._memory, work.device
         limit = memory.limit(device)
-        parts = form.fitted.get(limit)
+        if not limit:
+            return None
+        needed, parts = executable.needed_bytes, executable.fitted.get(limit)
         if parts is None and needed:
             arguments = work.inputs()  # counted from now on, where they were on the host
-            about = form.about
-            if form.argument_bytes + needed <= limit and memory.has_room(device, needed, about.line):
+            about = executable.about
+            if executable.argument_bytes + needed <= limit and memory.has_room(device, needed, about.line):
                 return None
             room = memory.room_for(device, arguments)
             found: Any = None
-            with self._counters.bailouts.attempt("fitting", about.line):
+            with self.counters.bailouts.attempt("fitting", about.line):
                 found = self._fitting.fit(work.program, device, room)
             if found is None:
                 return None
@@ -395,7 +252,7 @@ class Executor:
                 where = f"{full_name(op.name)} at {op.line}"
                 what = f"the region recorded at {about.line} (from {where} on; its largest result: {about.largest})"
                 raise OpFailedError(torch.OutOfMemoryError(memory.explain(device, what, needed, tried)), place)
-            form.fitted[limit] = parts
+            executable.fitted[limit] = parts
             memory.note("split", about.line, f"{about.ops} ops now run in {tried}")
         return parts
 
@@ -469,17 +326,17 @@ def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Gua
 
 
 class _Caught:
-    """Gives the work what is raised, Ctrl-C too, explained by what `about` says: whoever reads an output raises it.
+    """Gives the work what is raised, Ctrl-C too, explained for an executable: whoever reads an output raises it.
 
     `settle` computes what is there nevertheless.
     """
 
-    __slots__ = ("_about", "_settle", "_work")
+    __slots__ = ("_executable", "_settle", "_work")
 
-    def __init__(self, work: Any, settle: Settle | None = None, about: About | None = None) -> None:
+    def __init__(self, work: Any, settle: Settle | None = None, executable: Any = None) -> None:
         self._work = work
         self._settle = settle
-        self._about = about
+        self._executable = executable
 
     def __enter__(self) -> None:
         pass
@@ -490,7 +347,8 @@ class _Caught:
             if isinstance(error, OpFailedError):
                 place, error = error.place, error.error
             _forget_frames(error)
-            shown = _explained(error, self._about, self._work.run) if self._about else error
+            is_whole = self._executable is not None
+            shown = _explained(error, self._executable.about, self._work.run) if is_whole else error
             if self._settle is None or not isinstance(shown, Exception):
                 self._work.failed(shown)
             else:

@@ -21,6 +21,9 @@ Restored = tuple[Base, Any, Any]
 class Sequence:
     """Parts of one program; `executable_of` gives what each is launched with, asked at each launch."""
 
+    meets_others = False
+    takes_padding = False
+
     def __init__(self, program: Program, parts: list[Part], executable_of: Callable[[int], Any]) -> None:
         self.parts = parts
         self._executable_of = executable_of
@@ -65,6 +68,12 @@ class Sequence:
     def about(self) -> Any:
         """What is said of the part that takes most."""
         return max((self._executable_of(i) for i in range(len(self.parts))), key=lambda e: e.needed_bytes).about
+
+    def launch(self, work: Any, context: Any) -> None:
+        """Runs the parts, or others that fit into memory; `context` is that of an executable's launch."""
+        with context.recovering(work, self):
+            fitting = context.parts_that_fit(work, self)
+            (self if fitting is None else fitting).run(work, context.launch)
 
     def run(self, work: Any, launch: Callable[[Any], None], blamed: Exception | None = None) -> None:
         """Launches the parts in order; tells the work what came of it. A part that fails does so with the error that is

@@ -19,6 +19,7 @@ import torch
 from torchtpu.runtime.ir.calls import Parameter, results_of, written
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Write
+from torchtpu.runtime.ir.strided_access import row_major
 from torchtpu.runtime.ir.types import tensor_type
 
 from . import views
@@ -457,7 +458,7 @@ class _Writer:
         layout = self._layouts[value]
         if layout == base:
             return self._names[value]
-        whole = View(base.shape, _row_major(base.shape), 0, base.dtype)
+        whole = View(base.shape, row_major(base.shape), 0, base.dtype)
         return self._paste(views.read(layout, whole), self._names[value], "", 0)
 
     def _write(
@@ -539,13 +540,4 @@ def _bytes_of(base: Base) -> int:
 
 def _is_whole(tensor: Operand | Result | Write, base: Base) -> bool:
     """Whether a tensor at offset 0 is its array as it stands."""
-    return tensor.sizes == base.shape and tensor.dtype == base.dtype and tensor.strides == _row_major(base.shape)
-
-
-@functools.lru_cache(maxsize=8192)
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
+    return tensor.sizes == base.shape and tensor.dtype == base.dtype and tensor.strides == row_major(base.shape)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from torchtpu.runtime.ir.program import Base
+from torchtpu.runtime.ir.strided_access import Box, Range, Shape, find_box
 
 from .casts import as_dtype, cast, cast_back, flatten
 from .hlo import Lines, Value
-from .strided_access import Box, Range, Shape, find_box
 
 _ARRAY, _NEW, _OFFSET = "%X", "%Y", "%I"
 

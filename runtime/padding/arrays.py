@@ -57,6 +57,9 @@ def without_surplus(client: Client, counters: Counters, work: Any) -> Any:
 class PaddedExecutable:
     """What a plan is given whose program is padded: `executable` runs it."""
 
+    meets_others = False
+    takes_padding = True
+
     def __init__(self, client: Client, counters: Counters, padded: Padded, executable: Any) -> None:
         self.executable = executable
         self.program = padded.program
@@ -71,9 +74,17 @@ class PaddedExecutable:
         """What counts of each input that is longer."""
         return [self._inputs.get(i) for i in range(len(self.program.inputs))]
 
-    def work(self, work: Any) -> PaddedWork:
-        """What the padded program is launched with."""
-        return PaddedWork(work, self)
+    @property
+    def is_prompt(self) -> bool:
+        """Whether a launch now takes no time but the program's."""
+        return bool(self.executable.is_prompt)
+
+    def launch(self, work: Any, context: Any) -> None:
+        """Launches the padded program; `context` is that of its executable's launch."""
+        with context.recovering(work):
+            padded = PaddedWork(work, self)
+            context.check_padding(padded)
+            context.launch(padded)
 
     def ints(self, given: torch.Tensor | None) -> torch.Tensor | None:
         """A launch's run-time ints, with the sizes."""

@@ -44,8 +44,8 @@ from torchtpu.runtime.ir.program import (
     Write,
 )
 from torchtpu.runtime.ir.scalar_lifting import IsStructural
+from torchtpu.runtime.ir.strided_access import find_box, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
-from torchtpu.runtime.lowering.strided_access import find_box
 
 _LEAST_ROOM = 32
 _WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
@@ -147,12 +147,6 @@ def _least_in(room: int) -> int:
         return _LEAST_SIZE
     doubled = 1 << (room - 1).bit_length()
     return (doubled // 2 if doubled <= _WIDEST_DOUBLING else room - doubled // 8) + 1
-
-
-@functools.lru_cache(maxsize=8192)
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous array."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 # ---- outlines

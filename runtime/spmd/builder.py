@@ -12,7 +12,7 @@ from torchtpu.runtime.compile.compiler import Compiler
 from torchtpu.runtime.compile.plan_cache import Plans
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.device.process_group import Homes
-from torchtpu.runtime.execute.executor import Executable
+from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.ir.scalar_lifting import IsStructural

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime.device.process_group import Homes
-from torchtpu.runtime.execute.sequence import PartWork, Sequence
+from torchtpu.runtime.execute.executable import LaunchContext
+from torchtpu.runtime.execute.sequence import Sequence
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.ir.values import operands
@@ -63,6 +64,10 @@ class Pieces:
     `joint_of` makes what a piece runs with, `run_alone` the executable of one op or of the ops between collectives.
     """
 
+    meets_others = True
+    takes_padding = False
+    is_prompt = False
+
     def __init__(
         self,
         program: Program,
@@ -76,20 +81,21 @@ class Pieces:
         self._run_alone = run_alone
         self._pieces = split_by_group(program, group_of)
         parts = split(*ordered(program, self._pieces))
-        joint = functools.cache(lambda number: joint_of(parts[number].program))
-        self._sequence = Sequence(program, parts, joint)
+        self._joint = functools.cache(lambda number: joint_of(parts[number].program))
+        self._sequence = Sequence(program, parts, self._joint)
         self._rest = functools.cache(self._alone_from)
 
-    def run(self, work: Any, meet: Callable[[PartWork, Joint], bool], launch: Callable[[Any], None]) -> None:
-        """Launches the pieces while `meet` finds all ranks of each at it, then what is left of the program in order."""
-        sequence, state = self._sequence, self._sequence.begin(work)
-        for number in range(len(self._pieces)):
-            part_work = sequence.part_work(state, number)
-            if not meet(part_work, part_work.executable):
-                self._rest(number).go_on(state, number, launch)
-                return
-            sequence.forget(state, number)
-        sequence.finish(state)
+    def launch(self, work: Any, context: LaunchContext) -> None:
+        """Launches the pieces while all ranks of each are at it, then what is left of the program in order."""
+        with context.catching(work):
+            sequence, state = self._sequence, self._sequence.begin(work)
+            for number in range(len(self._pieces)):
+                part_work = sequence.part_work(state, number)
+                if not self._joint(number).meet(part_work, context):
+                    self._rest(number).go_on(state, number, context.launch)
+                    return
+                sequence.forget(state, number)
+            sequence.finish(state)
 
     def _alone_from(self, number: int) -> Sequence:
         """The program with some pieces, and then each collective alone."""

@@ -6,13 +6,17 @@ those that use its result.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torchtpu.runtime.device.client import Client
+from torchtpu.runtime.execute.checks import Guard, unsettled
+from torchtpu.runtime.execute.executable import LaunchContext
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Result
+from torchtpu.runtime.telemetry.observers import Called
 
 HostOp = Callable[..., torch.Tensor]  # gets the op's arguments, tensors on the CPU, and makes one contiguous CPU tensor
 
@@ -20,6 +24,10 @@ HostOp = Callable[..., torch.Tensor]  # gets the op's arguments, tensors on the 
 class HostCall:
     """What a plan is given whose only op runs on the host; `skip` hears, instead of `function`, of an argument that
     failed."""
+
+    meets_others = True
+    takes_padding = False
+    is_prompt = False
 
     def __init__(
         self,
@@ -36,6 +44,17 @@ class HostCall:
         self._function = function
         self._skip = skip
         self._result = _result_of(self.op)
+
+    def launch(self, work: Any, context: LaunchContext) -> None:
+        """Runs the op, whose result depends on all its arguments."""
+        with context.catching(work):
+            context.counters.host_calls += 1
+            started = time.perf_counter()
+            outputs = self.run(work)
+            for observer in context.observers:
+                observer.called(Called(self.op.name, work.device, self.op.line, started, time.perf_counter()))
+            doubts = unsettled(work.guards())
+            work.done(outputs, [Guard(None, 0, doubts)] * len(outputs) if doubts else [])
 
     def run(self, work: Any) -> list[Any]:
         """Runs the op now; waits for its arguments. Raises what the op raises, or what an argument failed with."""

@@ -12,11 +12,12 @@ import functools
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from torchtpu.runtime.device.process_group import Homes
+from torchtpu.runtime.execute.executable import Enqueued, Executable, Launchable, LaunchContext
 from torchtpu.runtime.execute.sequence import Sequence
 from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.ir.scalar_lifting import IsStructural, Lifting, Numbers, given
@@ -25,9 +26,6 @@ from torchtpu.runtime.partition.ranks import Tell, find_stages
 from torchtpu.runtime.partition.split import Part
 
 from .host_calls import number_of
-
-if TYPE_CHECKING:
-    from torchtpu.runtime.execute.executor import Executable
 
 T = TypeVar("T")
 
@@ -94,6 +92,10 @@ MakeForm = Callable[[Program, bool], Form]  # lowers a program, without taking a
 class Core:
     """A program that all ranks launch together: a whole region, or a common part of one."""
 
+    meets_others = True
+    takes_padding = False
+    is_prompt = False
+
     def __init__(
         self, program: Program, collectives: Collectives, is_structural: IsStructural, make_form: MakeForm
     ) -> None:
@@ -148,17 +150,38 @@ class Core:
         lifting = self._lifting
         return Work(work, lifting.floats, lifting.ints) if lifting.floats or lifting.ints else work
 
-    def launch(self, work: Any, launch: Callable[[], T]) -> T:
-        """Launches the program with the other ranks."""
-        return self._collectives.launch(self.tickets(work), launch)
+    def launch(self, work: Any, context: LaunchContext) -> None:
+        """Launches the program with the other ranks, who hear of it where this rank has failed before."""
+        with context.catching(work):
+            errors = work.errors()
+            if errors:
+                for ticket in self._tickets_of(work):
+                    self._collectives.skip(errors[0][0], None, ticket)
+                work.failed(errors[0][0])
+            else:
+                context.run(self.given(work), self.ready(), together=functools.partial(self._with_others, work))
 
-    def skip(self, error: BaseException, work: Any) -> None:
-        """This rank has failed before the launch."""
-        for ticket in self.tickets(work):
-            self._collectives.skip(error, None, ticket)
+    def _with_others(self, work: Any, launch: Callable[[], Enqueued]) -> Enqueued:
+        return self._collectives.launch(self._tickets_of(work), launch)
 
-    def tickets(self, work: Any) -> list[float]:
+    def _tickets_of(self, work: Any) -> list[float]:
         return [number_of(ticket, work) for ticket in self._tickets]
+
+
+class Stages:
+    """What a rank launches whose program has parts in common with those of the others: these, and those between."""
+
+    meets_others = True
+    takes_padding = False
+    is_prompt = False
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def launch(self, work: Any, context: LaunchContext) -> None:
+        """Launches the parts in turn."""
+        with context.catching(work):
+            self._sequence.run(work, context.launch)
 
 
 class Agreement:
@@ -166,7 +189,7 @@ class Agreement:
     which have its first `count` collectives. Without common parts it runs apart."""
 
     def __init__(
-        self, cores: collections.abc.Sequence[tuple[Part | None, Core]], count: int, stages: Sequence | None = None
+        self, cores: collections.abc.Sequence[tuple[Part | None, Core]], count: int, stages: Stages | None = None
     ) -> None:
         self._cores = cores
         self._stages = stages
@@ -196,7 +219,7 @@ class Agreement:
         except RuntimeError:  # the part that it comes from raises it again, where this rank runs apart
             return ""
 
-    def ready(self) -> Core | Sequence:
+    def ready(self) -> Launchable:
         """What runs the chosen programs, and what this rank has to itself."""
         for _, core in self._cores:
             core.ready()
@@ -211,6 +234,10 @@ class Joint:
     ranks have in theirs. What ranks find out about their programs they use when they meet with the same ones again:
     until then nobody knows that it will be compiled for anything.
     """
+
+    meets_others = True
+    takes_padding = False
+    is_prompt = False
 
     def __init__(
         self,
@@ -234,9 +261,24 @@ class Joint:
         self._agreements: OrderedDict[int, Agreement] = OrderedDict()  # by the programs that ranks met with
         self._last: Agreement | None = None
         self._seen: deque[int] = deque(maxlen=_MAX_SEEN)  # what ranks met with, and nothing is known about
-        self.parts = parts
+        self._parts = parts
 
-    def agreed(self, work: Any) -> Core | Sequence | None:
+    def launch(self, work: Any, context: LaunchContext) -> None:
+        """Launches the region together with the other ranks, or its parts in turn."""
+        with context.catching(work):
+            if not self.meet(work, context):
+                self._parts.run(work, context.launch)
+
+    def meet(self, work: Any, context: LaunchContext) -> bool:
+        """Launches what the ranks agree on; whether they do. What fails is the work's."""
+        with context.catching(work):
+            agreed = self.agreed(work)
+            if agreed is not None:
+                agreed.launch(work, context)
+            return agreed is not None
+        return True  # to fail
+
+    def agreed(self, work: Any) -> Launchable | None:
         """What this rank launches now, as all others do; None where they launch nothing together."""
         if self._make_form is None or work.errors():
             return None
@@ -303,7 +345,8 @@ class Joint:
                 runs[number] = self._build(found[number].part.program)
             return runs[number]
 
-        return Agreement(cores, shared, Sequence(self._program, [stage.part for stage in found], executable_of))
+        sequence = Sequence(self._program, [stage.part for stage in found], executable_of)
+        return Agreement(cores, shared, Stages(sequence))
 
 
 def _is_told_by_all(tell: Tell, text: str) -> bool:

@@ -86,6 +86,12 @@ class Window(NamedTuple):
     box: Box
 
 
+@functools.lru_cache(maxsize=8192)
+def row_major(shape: Shape) -> Shape:
+    """The strides of a contiguous array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
 class _Dim(NamedTuple):
     stride: int
     size: int

@@ -1,0 +1,205 @@
+"""Executables: what a plan is given, and what a launch asks of them and they of it.
+
+One is a loaded program. The others are made of executables, which they launch in turn, one of several, or together with
+the other ranks; who launches one knows of none what it is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from torchtpu.runtime.device.client import Aval, Client
+from torchtpu.runtime.device.loaded import About, Loaded
+from torchtpu.runtime.device.sizes import nbytes_of
+from torchtpu.runtime.lowering.emit import Check, failed_aval
+from torchtpu.runtime.lowering.views import Digit, fits
+from torchtpu.runtime.telemetry.counters import Counters
+from torchtpu.runtime.telemetry.observers import Observer
+
+from .sequence import Sequence as Parts
+
+Enqueued = tuple[list[Any], Any]  # the arrays of a launch, and what is waited for
+
+
+class Launchable(Protocol):
+    """What every executable does.
+
+    One that `meets_others` is launched even where the work was stopped, for ranks or hosts that wait for it; one that
+    `takes_padding` is given padded arrays as they are.
+    """
+
+    @property
+    def meets_others(self) -> bool: ...
+    @property
+    def takes_padding(self) -> bool: ...
+    @property
+    def is_prompt(self) -> bool:
+        """Whether a launch now takes no time but the program's: nothing is made, timed or awaited before it."""
+
+    def launch(self, work: Any, context: LaunchContext) -> None:
+        """Enqueues what computes the work's outputs; tells the work what came of it and never raises."""
+
+
+class Fitted(Protocol):
+    """An executable that may be launched in parts, where memory is limited: `fitted` are those known, by limit."""
+
+    fitted: dict[int, Parts]
+
+    @property
+    def about(self) -> About: ...
+    @property
+    def argument_bytes(self) -> int: ...
+    @property
+    def needed_bytes(self) -> int: ...
+
+
+class LaunchContext(Protocol):
+    """What a launch goes through."""
+
+    counters: Counters
+    observers: Sequence[Observer]
+
+    def launch(self, work: Any) -> None:
+        """Launches the executable of a work."""
+
+    def catching(self, work: Any) -> AbstractContextManager[None, bool]:
+        """Within it the work is given what is raised."""
+
+    def recovering(self, work: Any, executable: Any = None) -> AbstractContextManager[None, bool]:
+        """Within it the work is given what is raised, explained for the executable, once what eager PyTorch would have
+        computed before it is there."""
+
+    def check_padding(self, work: Any) -> None:
+        """Launches a padded program with another surplus, where that is asked for."""
+
+    def parts_that_fit(self, work: Any, executable: Fitted) -> Parts | None:
+        """What to launch instead of what does not fit into memory; None where it does."""
+
+    def run_alone(self, work: Any, executable: Executable) -> None:
+        """Runs what does not depend on failed inputs of a program that no other rank takes part in."""
+
+    def run(
+        self,
+        work: Any,
+        executable: Executable,
+        *,
+        failed: int = 0,
+        together: Callable[[Callable[[], Enqueued]], Enqueued] | None = None,
+    ) -> None:
+        """Runs a program, with zeros for inputs that `failed`; `together` runs its launch as all ranks do."""
+
+    def wait_until_idle(self, device: int) -> None:
+        """Waits until everything launched so far has run, whatever came of it."""
+
+
+class Lowered(Protocol):
+    """What an executable needs to know of how its program was lowered."""
+
+    @property
+    def inputs(self) -> tuple[Aval, ...]: ...
+    @property
+    def outputs(self) -> tuple[Aval, ...]: ...
+    @property
+    def checks(self) -> tuple[Check, ...]: ...
+    @property
+    def sources(self) -> tuple[int, ...]: ...
+    @property
+    def offsets(self) -> Mapping[int, frozenset[Digit]]: ...
+
+
+class Executable:
+    """A loaded program with all that a launch needs of it."""
+
+    __slots__ = (
+        "__weakref__", "_flat", "_make_flat", "about", "checks", "common", "fitted", "floats", "handlers",
+        "has_one_own", "inputs", "ints", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
+    )  # fmt: skip
+
+    meets_others = False
+    takes_padding = False
+
+    def __init__(
+        self,
+        client: Client,
+        plan: Lowered,
+        loaded: Loaded,
+        device: int,
+        about: About,
+        make_flat: Callable[[], Executable],
+    ) -> None:
+        outputs = list(plan.outputs) + ([failed_aval(len(plan.checks))] if plan.checks else [])
+        self.inputs = plan.inputs
+        self.offsets = plan.offsets
+        self.loaded = loaded
+        self.about = about
+        self.run = loaded.executable
+        self.handlers = client.handlers(outputs, device)
+        self.checks = plan.checks
+        self.kinds = tuple(dict.fromkeys(plan.sources))  # the different sets of inputs and checks outputs depend on
+        self.common = functools.reduce(operator.and_, self.kinds, -1)  # what all outputs depend on
+        self.has_one_own = len({kind >> len(self.inputs) for kind in self.kinds}) == 1  # and on the same checks
+        numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
+        self.kind_of = [numbers[sources] for sources in plan.sources]
+        self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
+        self.floats, self.ints = _Numbers(), _Numbers()
+        self.fitted: dict[int, Parts] = {}  # what is launched instead, by memory limit
+        self._make_flat = make_flat
+        self._flat: Executable | None = None
+
+    def at(self, ints: list[int]) -> Executable:
+        """The program for these run-time ints: this one, or the one that takes nothing for granted of offsets."""
+        if fits(self.offsets, ints):
+            return self
+        self._flat = self._flat or self._make_flat()
+        return self._flat
+
+    def launch(self, work: Any, context: LaunchContext) -> None:
+        """Runs the program, or the parts of it that fit into memory."""
+        with context.recovering(work, self):
+            parts = context.parts_that_fit(work, self)
+            if parts is None:
+                context.run_alone(work, self.at(work.ints.tolist()) if self.offsets else self)
+            else:
+                parts.run(work, context.launch)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether `at` makes nothing."""
+        return not self.offsets or self._flat is not None
+
+    @property
+    def argument_bytes(self) -> int:
+        """What a launch is given."""
+        return self.loaded.argument_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a launch takes beyond its arguments."""
+        return self.loaded.output_bytes - self.loaded.aliased_bytes + self.loaded.temporary_bytes
+
+    def hidden_bytes(self, arguments: Sequence[Any]) -> int:
+        """What a launch takes beside arguments and outputs: temporaries, and donated memory that no output reuses."""
+        donated = sum(nbytes_of(argument) for argument in arguments if argument.is_deleted())
+        return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
+
+
+class _Numbers:
+    """A program's run-time numbers on its device: uploaded where they are not those of its last launch."""
+
+    __slots__ = ("_array", "_data")
+
+    def __init__(self) -> None:
+        self._data: bytes | None = None
+        self._array: Any = None
+
+    def array(self, client: Client, numbers: torch.Tensor, device: int) -> Any:
+        data = numbers.numpy().tobytes()
+        if data != self._data:
+            self._data, self._array = data, client.upload(numbers, device)
+        return self._array
