@@ -22,10 +22,10 @@ from torchtpu.runtime.device.loaded import Loaded
 from torchtpu.runtime.device.sizes import nbytes_of
 
 from .compile.builder import Builder
-from .compile.candidates import SWEEPS
 from .compile.compiler import Compiler, NotCompiledError
 from .compile.failing import failing
 from .compile.plan_cache import Plans
+from .compile.tiers import FIRST_TIERS, SWEEPS
 from .compile.variants import RegionForms, UnbuiltError, Workshop
 from .device.client import Client
 from .device.process_group import Fleet
@@ -118,7 +118,9 @@ class Engine:
         )
         # What is collected for other machines is what they start with: what was faster here does not count.
         sweep, choices = (None, NullStore("programs are collected")) if journal else (SWEEPS.get(platform), store)
-        self._workshop = Workshop(self._builder, self.plans, self.compiler, choices, counters, knob, sweep)
+        # Ranks compute the same bits, each in its own time.
+        first = None if journal or fleet else FIRST_TIERS.get(platform)
+        self._workshop = Workshop(self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first)
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)

@@ -6,6 +6,7 @@ Worker threads compile; XLA releases the GIL meanwhile. A program is compiled on
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -20,6 +21,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 from .plan_cache import Plan
 
 _JOIN_SECONDS = 1.0
+_LATER_NICENESS = 10
 
 
 class NotCompiledError(RuntimeError):
@@ -83,6 +85,14 @@ class Compiler:
             self._condition.notify_all()
         return flight
 
+    def has(self, plan: Plan, device: int) -> bool:
+        """Whether a plan's program is there without being compiled: in memory or, by the look of it, in the store."""
+        with self._condition:
+            flight = self._flights.get((plan.key.digest, device))
+        if flight is not None:
+            return flight.done() and not flight.cancelled() and flight.exception() is None
+        return self._store.keeps and self._store.has(plan.key)
+
     def digests(self) -> list[str]:
         """The keys of the programs in memory."""
         with self._condition:
@@ -136,6 +146,8 @@ class Compiler:
             job()
 
     def _work_later(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # no such system, or not allowed
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LATER_NICENESS)
         while True:
             with self._condition:
                 while not self._is_closed and (self._jobs or self._idle < len(self._threads) or not self._later):

@@ -1,7 +1,8 @@
 """Forms: in comes a region's program, out goes what it is launched as, in one of several forms.
 
-Unusual are a region of clusters as one program, "whole", and what is compiled with the options of a variant. Which form
-was the fastest is kept in the store: the next process starts with it.
+Unusual are what is compiled with the options of the first tier, a region of clusters as one program, "whole", and what
+is compiled with the options of a variant. Which form was the fastest is kept in the store: the next process starts with
+it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import torch
 
 from torchtpu.compiler_cache import Key, Store
 from torchtpu.runtime.device.loaded import About, Loaded
-from torchtpu.runtime.execute.autotuner import Ladder, Words
+from torchtpu.runtime.execute.autotuner import FIRST, Ladder, Words
 from torchtpu.runtime.execute.executor import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition.clusters import Clusters
+from torchtpu.runtime.partition.pieces import divide
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
 
 from .builder import Build, Builder
-from .candidates import Sweep
 from .compiler import Compiler, NotCompiledError
 from .failing import failing
 from .plan_cache import Plan, Plans
+from .stock import Piece, Stock
+from .tiers import FirstTier, Sweep
 
 _WHOLE = "whole"
 
@@ -45,8 +48,9 @@ class UnbuiltError(RuntimeError):
 
 
 class Workshop:
-    """What the forms of all regions are made with. `sweep` is what to try on this platform, None for nothing; variants
-    that could not be compiled once are `refused` from then on."""
+    """What the forms of all regions are made with. `sweep` is what to try on this platform, `first` is how new programs
+    are compiled there, None where there is nothing; variants that could not be compiled once are `refused` from then
+    on."""
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Workshop:
         counters: Counters,
         knob: Callable[[str], Any],
         sweep: Sweep | None,
+        first: FirstTier | None,
     ) -> None:
         self.builder = builder
         self.plans = plans
@@ -65,6 +70,9 @@ class Workshop:
         self.counters = counters
         self.knob = knob
         self.sweep = sweep
+        self.first = first
+        options = first.options if first else ()
+        self.stock = Stock(builder, plans, compiler, options, lambda: knob("max_programs"))
         self.refused: set[str] = set()
 
     def is_deterministic(self) -> bool:
@@ -82,14 +90,18 @@ class RegionForms:
         self._device = device
         self._variants = shop.sweep.variants if shop.sweep and shop.knob("sweep") else {}
         self._rungs = [*([_WHOLE] if clusters else []), *self._variants]
+        self._first = None if shop.knob("tiers") == "off" else shop.first
+        self._pieces: list[Piece] = []  # where the first tier is made of them
+        self._price_ms = self._first.price_ms(program) if self._first else 0.0
+        self._loss_ms = self._first.loss_ms(program, 1) if self._first else 0.0
         self._compile_ms: dict[Words, float] = {}
         self._digests: dict[Words, list[str]] = {}  # of the programs of each form
         self._tried = 0  # variants
         self._key: Key | None = None  # of what is known of the forms
 
     def start(self) -> Future[Any]:
-        """What a plan is given: the form that was the fastest, else the usual one, which others may replace. Raises
-        what lowering raises."""
+        """What a plan is given: the form that was the fastest, else the usual one or, where that would have to be
+        compiled, the first tier's; others may replace it. Raises what lowering raises."""
         usual = self._found(())
         words: Words = ()
         found, rungs = usual, self._rungs
@@ -97,6 +109,9 @@ class RegionForms:
             known = self._recalled([plan for _, plan in usual])
             if known is not None:
                 found, words, rungs = self._found(known) if _WHOLE in known else usual, known, []
+            elif self._begins_in_first_tier(usual):
+                words = FIRST
+                self._pieces = self._found_pieces(usual)
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
@@ -131,8 +146,18 @@ class RegionForms:
             made = self._submitted(words, self._found(words), is_needed_now=is_needed_now)
         except Exception as error:  # noqa: BLE001 -- the form in use serves as well
             made.set_exception(error)
-        made.add_done_callback(lambda made: self._refuse(words, made.exception()))
+        if words or not is_needed_now:  # else whoever needs the form raises what failed
+            made.add_done_callback(lambda made: self._refuse(words, made.exception()))
         return made
+
+    def is_paid(self, launches: int) -> bool:
+        return launches * self._loss_ms >= self._price_ms
+
+    def promoted(self) -> None:
+        self._shop.counters.regions_promoted += 1
+        self._shop.compiler.forget(self._digests.pop(FIRST))  # nothing is launched in the first tier again
+        if "cluster" in self._shop.knob("log"):
+            log.write(f"tpu:{self._device} region at {self._program.line} is promoted")
 
     def is_due(self, words: Words, launches: int, seconds: float) -> bool:
         sweep = self._shop.sweep
@@ -184,10 +209,40 @@ class RegionForms:
             self.bailed_out(cause)
 
     def _refuse(self, words: Words, error: BaseException | None) -> None:
-        if words:
-            self._note(error)
+        self._note(error)
         if isinstance(error, UnbuiltError) and not isinstance(error.__cause__, NotCompiledError):
             self._shop.refused.update(word for word in words[-1:] if word in self._variants)
+
+    def _begins_in_first_tier(self, usual: list[tuple[Program, Plan]]) -> bool:
+        """Whether a region whose usual form is not there is better compiled in the first tier."""
+        shop, device, policy = self._shop, self._device, self._shop.knob("policy")
+        if self._first is None or self.is_paid(1) or shop.is_deterministic() or policy == "block":
+            return False
+        if all(shop.compiler.has(plan, device) for _, plan in usual):
+            return False
+        first = (shop.plans.under(plan, self._first.options) for _, plan in usual)
+        return policy != "frozen" or all(shop.compiler.has(plan, device) for plan in first)
+
+    def _found_pieces(self, usual: list[tuple[Program, Plan]]) -> list[Piece]:
+        """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""
+        shop, program, first, device = self._shop, self._program, self._first, self._device
+        is_forced = shop.knob("tiers") == "pieces"
+        if first is None or len(program.ops) < (2 if is_forced else first.least_ops):
+            return []
+        visits = shop.stock.visits(program.line)
+        if not is_forced and all(shop.compiler.has(shop.plans.under(plan, first.options), device) for _, plan in usual):
+            return []
+        parts = divide(program, shop.plans.fragments)
+        count = sum(len(part.program.ops) for part in parts)
+        is_new = shop.stock.missing(parts) > first.most_missing * count
+        if is_new and not is_forced and visits <= first.most_visits and count <= first.most_ops:
+            return []
+        pieces = shop.stock.find(parts)
+        if shop.knob("policy") == "frozen" and not all(shop.stock.has(piece, device) for piece in pieces):
+            return []
+        self._loss_ms = first.loss_ms(program, len(parts))
+        shop.counters.regions_in_pieces += bool(pieces)
+        return pieces
 
     def _recalled(self, usual: list[Plan]) -> Words | None:
         """The form that was the fastest; None where that is not known, or nobody may ask."""
@@ -212,6 +267,11 @@ class RegionForms:
         """The form, compiled from these; it fails with an `UnbuiltError`."""
         builder, plans, device, made = self._shop.builder, self._shop.plans, self._device, Future[Any]()
         options = tuple(option for word in words for option in self._variants.get(word, ()))
+        if words == FIRST and self._first is not None:
+            options = self._first.options
+            self._shop.counters.regions_in_first_tier += 1
+            if self._pieces:
+                return self._submitted_pieces()
         if options:
             found = [(program, plans.under(plan, options)) for program, plan in found]
         builds = [builder.submit(program, plan, device, is_needed_now=is_needed_now) for program, plan in found]
@@ -234,6 +294,30 @@ class RegionForms:
                 made.set_result(self._form(executables))
 
         _when_all(builds, tell)
+        return made
+
+    def _submitted_pieces(self) -> Future[Any]:
+        """The pieces, compiled; it fails with an `UnbuiltError`."""
+        stock, device, made, pieces = self._shop.stock, self._device, Future[Any](), self._pieces
+        self._digests[FIRST] = []  # other regions share them
+        self._pieces = []
+        builds = stock.submit(pieces, device)
+
+        def tell() -> None:
+            flown = dict(builds)
+            builds.clear()  # as below
+            executables = []
+            for piece in pieces:
+                build = flown[piece.identity]
+                with failing(lambda error, about=build.about: made.set_exception(UnbuiltError(about, error))):
+                    executables.append(stock.executable(piece, build, device))
+                if made.done():
+                    return
+            with failing(made.set_exception):
+                parts = [piece.part for piece in pieces]
+                made.set_result(Parts(self._program, parts, executables.__getitem__))
+
+        _when_all(list(builds.values()), tell)
         return made
 
     def _form(self, executables: dict[int, Executable]) -> Executable | Parts:

@@ -61,7 +61,7 @@ class Sequence:
         """Whether no part may have to be made at its launch, for an offset that nobody expected."""
         return not any(getattr(self._executable_of(number), "offsets", True) for number in range(len(self.parts)))
 
-    @property
+    @functools.cached_property
     def about(self) -> Any:
         """What is said of the part that takes most."""
         return max((self._executable_of(i) for i in range(len(self.parts))), key=lambda e: e.needed_bytes).about

@@ -1,0 +1,114 @@
+"""The stock of pieces: in come parts of any region, out go their executables, of which equal parts share the program.
+
+A piece is lowered and compiled for the region that first has it. What names source lines, for errors and reports, is
+each region's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from torchtpu.runtime.device.client import Options
+from torchtpu.runtime.execute.executor import Executable
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.partition.pieces import identity
+from torchtpu.runtime.partition.split import Part
+
+from .builder import Build, Builder, about_of
+from .compiler import Compiler
+from .plan_cache import Plan, Plans
+
+_MOST_PLACES = 1 << 14  # source lines that are remembered
+
+
+class Piece(NamedTuple):
+    """A part of a region: the identity that it shares with others, and their plan."""
+
+    part: Part
+    identity: tuple[Any, ...]
+    plan: Plan
+
+
+class Stock:
+    """What is known of pieces in this process; `capacity` is the most of them."""
+
+    def __init__(
+        self, builder: Builder, plans: Plans, compiler: Compiler, options: Options, capacity: Callable[[], int]
+    ) -> None:
+        self._builder = builder
+        self._plans = plans
+        self._compiler = compiler
+        self._options = options
+        self._capacity = capacity
+        self._lock = threading.Lock()  # guards what follows
+        self._known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        self._visits: dict[str, int] = {}  # regions of one line that were new
+        self._executables: WeakValueDictionary[tuple[Any, ...], Executable] = WeakValueDictionary()
+
+    def visits(self, line: str) -> int:
+        """Counts one more new region that ends on this line, and says how many there have been."""
+        with self._lock:
+            if len(self._visits) >= _MOST_PLACES:
+                self._visits.clear()
+            self._visits[line] = self._visits.get(line, 0) + 1
+            return self._visits[line]
+
+    def missing(self, parts: Sequence[Part]) -> int:
+        """How many ops the different pieces among these have that no region had before, in this process or, as far as
+        can be told, in another."""
+        with self._lock:
+            new = {identity(part.program): part.program for part in parts}
+            new = {key: program for key, program in new.items() if key not in self._known}
+        return sum(len(program.ops) for program in new.values())
+
+    def find(self, parts: Sequence[Part]) -> list[Piece]:
+        """The parts with their plans; raises what lowering raises."""
+        found = []
+        for part in parts:
+            key = identity(part.program)
+            with self._lock:
+                plan = self._known.get(key)
+                if plan is not None:
+                    self._known.move_to_end(key)
+            if plan is None:
+                plan = self._plans.under(self._builder.find(part.program), self._options)
+                with self._lock:
+                    self._known[key] = plan
+                    while len(self._known) > self._capacity():
+                        self._known.popitem(last=False)
+            found.append(Piece(part, key, plan))
+        return found
+
+    def has(self, piece: Piece, device: int) -> bool:
+        """Whether a piece's program is there without being compiled."""
+        return self._compiler.has(piece.plan, device)
+
+    def submit(self, pieces: Sequence[Piece], device: int) -> dict[tuple[Any, ...], Build]:
+        """Has the different programs of these pieces compiled, the smallest first."""
+        different = {piece.identity: piece for piece in pieces}
+        return {
+            key: self._builder.submit(piece.part.program, piece.plan, device)
+            for key, piece in sorted(different.items(), key=lambda entry: len(entry[1].part.program.ops))
+        }
+
+    def executable(self, piece: Piece, build: Build, device: int) -> Executable:
+        """What launches a piece where it stands, once its program is compiled; raises why it is not."""
+        program = piece.part.program
+        key = piece.identity, device, program.line, tuple(op.line for op in program.ops)
+        known = self._executables.get(key)
+        if known is None or known.loaded is not build.flight.result():
+            plan = replace(
+                piece.plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in piece.plan.checks)
+            )
+            own = Build(program, plan, about_of(program, plan), build.flight)
+            known = self._executables[key] = self._builder.executable(own, device)
+        return known
+
+
+def _line(program: Program, place: int) -> str:
+    return program.line if place < 0 else program.ops[place].line
