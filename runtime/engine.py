@@ -326,7 +326,8 @@ class Engine:
 
     def waiting(self, info: str, seconds: float) -> None:
         """A wait has lasted 3 seconds, or 10 more: one log line."""
-        log.write(f"tpu: waiting for {seconds:.0f} s: {info}")
+        compiling = self.compiler.describe()
+        log.write(f"tpu: waiting for {seconds:.0f} s: {info}" + (f" (compiling {compiling})" if compiling else ""))
 
     def memory_bytes(self, device: int) -> int:
         """The bytes a device has; 0 where the platform does not say."""

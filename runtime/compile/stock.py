@@ -47,6 +47,7 @@ class Stock:
         self._capacity = capacity
         self._lock = threading.Lock()  # guards what follows
         self._known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
         self._executables: WeakValueDictionary[tuple[Any, ...], Executable] = WeakValueDictionary()
 
@@ -58,9 +59,25 @@ class Stock:
             self._visits[line] = self._visits.get(line, 0) + 1
             return self._visits[line]
 
+    def missing_undivided(self, found: Sequence[tuple[Program, Plan]]) -> int:
+        """How many ops the programs of a region have that no region had before, in this process or in the store."""
+        firsts = [(program, self._plans.under(plan, self._options)) for program, plan in found]
+        with self._lock:
+            new = [(program, plan) for program, plan in firsts if plan.key.digest not in self._undivided]
+        return sum(len(program.ops) for program, plan in new if not self._compiler.is_stored(plan))
+
+    def keep_undivided(self, found: Sequence[tuple[Program, Plan]]) -> None:
+        """Notes that a region is made of these."""
+        with self._lock:
+            for _, plan in found:
+                digest = self._plans.under(plan, self._options).key.digest
+                self._undivided[digest] = None
+                self._undivided.move_to_end(digest)
+            while len(self._undivided) > self._capacity():
+                self._undivided.popitem(last=False)
+
     def missing(self, parts: Sequence[Part]) -> int:
-        """How many ops the different pieces among these have that no region had before, in this process or, as far as
-        can be told, in another."""
+        """How many ops the different pieces among these have that no region of this process had before."""
         with self._lock:
             new = {identity(part.program): part.program for part in parts}
             new = {key: program for key, program in new.items() if key not in self._known}

@@ -21,10 +21,12 @@ class FirstTier(NamedTuple):
 
     With the usual options a program compiles `program_ms` and `op_ms` for each op; without them a launch takes `op_us`
     longer for each op, `element_ns` for each element that an op makes, `drawn_ns` for a random one, and `launch_us` for
-    each program that it is made of.
+    each program that it is made of. Nobody waits for a program that compiles longer than `patience_ms`, if there is one
+    of the first tier to run meanwhile.
 
-    A region of at least `least_ops` ops is made of pieces, where at most `most_missing` of its ops are in pieces that
-    are new, where more than `most_visits` new regions have ended on its line, or where it has more than `most_ops` ops.
+    A region of at least `least_ops` ops is made of pieces where those that are new have at most `most_missing` of the
+    ops that would have to be compiled otherwise; where these are more than `most_ops`, or more than `most_visits` new
+    regions have ended on the region's line, at most as many.
     """
 
     options: Options
@@ -38,6 +40,7 @@ class FirstTier(NamedTuple):
     most_missing: float
     most_visits: int
     most_ops: int
+    patience_ms: float
 
     def price_ms(self, program: Program) -> float:
         """How long the program compiles with the usual options, about."""
@@ -70,8 +73,9 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         launch_us=15.0,
         least_ops=5,
         most_missing=0.78,
-        most_visits=2,
+        most_visits=4,
         most_ops=500,
+        patience_ms=10_000.0,
     ),
 }
 

@@ -112,6 +112,8 @@ class RegionForms:
             elif self._begins_in_first_tier(usual):
                 words = FIRST
                 self._pieces = self._found_pieces(usual)
+                if not self._pieces:
+                    self._shop.stock.keep_undivided(usual)
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
@@ -119,11 +121,17 @@ class RegionForms:
                 form = flight.result()
                 ready.set_result(Ladder(self, words, form, rungs) if words or rungs else form)
 
+        def give_instead(error: BaseException | None, flight: Future[Any]) -> None:
+            with failing(ready.set_exception):
+                if flight.exception() is None:  # else it was no matter of the form
+                    self._note(error)
+                give((), flight)
+
         def give_first(flight: Future[Any]) -> None:
             with failing(ready.set_exception):
                 if words and flight.exception() is not None:
-                    self._note(flight.exception())
-                    self._submitted((), usual).add_done_callback(functools.partial(give, ()))
+                    instead = functools.partial(give_instead, flight.exception())
+                    self._submitted((), usual).add_done_callback(instead)
                 else:
                     give(words, flight)
 
@@ -216,7 +224,9 @@ class RegionForms:
     def _begins_in_first_tier(self, usual: list[tuple[Program, Plan]]) -> bool:
         """Whether a region whose usual form is not there is better compiled in the first tier."""
         shop, device, policy = self._shop, self._device, self._shop.knob("policy")
-        if self._first is None or self.is_paid(1) or shop.is_deterministic() or policy == "block":
+        if self._first is None or shop.is_deterministic() or policy == "block":
+            return False
+        if self.is_paid(1) and self._price_ms <= self._first.patience_ms:
             return False
         if all(shop.compiler.has(plan, device) for _, plan in usual):
             return False
@@ -224,18 +234,22 @@ class RegionForms:
         return policy != "frozen" or all(shop.compiler.has(plan, device) for plan in first)
 
     def _found_pieces(self, usual: list[tuple[Program, Plan]]) -> list[Piece]:
-        """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""
+        """The pieces that a region new to the first tier is made of; none where it is better compiled as it is, as what
+        is padded is: should a part of it fail, the whole could not be run as it was recorded."""
         shop, program, first, device = self._shop, self._program, self._first, self._device
         is_forced = shop.knob("tiers") == "pieces"
         if first is None or len(program.ops) < (2 if is_forced else first.least_ops):
             return []
+        if any(op.padding is not None for op in program.ops):
+            return []
         visits = shop.stock.visits(program.line)
-        if not is_forced and all(shop.compiler.has(shop.plans.under(plan, first.options), device) for _, plan in usual):
+        undivided = shop.stock.missing_undivided(usual)
+        if not undivided and not is_forced:
             return []
         parts = divide(program, shop.plans.fragments)
-        count = sum(len(part.program.ops) for part in parts)
-        is_new = shop.stock.missing(parts) > first.most_missing * count
-        if is_new and not is_forced and visits <= first.most_visits and count <= first.most_ops:
+        missing = shop.stock.missing(parts)
+        is_long = undivided > first.most_ops
+        if missing > (1 if visits > first.most_visits or is_long else first.most_missing) * undivided and not is_forced:
             return []
         pieces = shop.stock.find(parts)
         if shop.knob("policy") == "frozen" and not all(shop.stock.has(piece, device) for piece in pieces):
