@@ -25,6 +25,7 @@ from .compile.builder import Builder
 from .compile.compiler import Compiler, NotCompiledError
 from .compile.failing import failing
 from .compile.plan_cache import Plans
+from .compile.stock import Piece
 from .compile.tiers import FIRST_TIERS, SWEEPS
 from .compile.variants import RegionForms, UnbuiltError, Workshop
 from .device.client import Client
@@ -222,6 +223,13 @@ class Engine:
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
         try:
+            pieces = self._workshop.known_pieces(program, device)
+        except Exception as error:  # noqa: BLE001 -- as below
+            pieces = []
+            failed.append(("pieces", error))
+        if pieces:
+            yield "pieces", functools.partial(self._begin, program, lambda: self._clusters(program), device, pieces)
+        try:
             ends = ends_of_runs(program, before.program) if padded is None and before is not None else []
             parts = Clusters(split(program, ends), sys.maxsize) if ends else self._clusters(program)
         except Exception as error:  # noqa: BLE001 -- the plain form serves as well
@@ -240,9 +248,15 @@ class Engine:
         """A program as it is."""
         if clusters and self._journal is not None:
             self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
-        ready = RegionForms(self._workshop, program, clusters, device).start()
-        self.counters.regions_planned += 1
+        ready = self._begin(program, lambda: clusters, device, [])
         self.counters.regions_clustered += bool(clusters)
+        return ready
+
+    def _begin(
+        self, program: Program, clusters: Callable[[], Clusters | None], device: int, pieces: list[Piece]
+    ) -> Future[Any]:
+        ready = RegionForms(self._workshop, program, clusters, device, pieces).start()
+        self.counters.regions_planned += 1
         self._planned(program)
         return ready
 

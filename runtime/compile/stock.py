@@ -52,7 +52,12 @@ class Stock:
         self._executables: WeakValueDictionary[tuple[Any, ...], Executable] = WeakValueDictionary()
 
     def visits(self, line: str) -> int:
-        """Counts one more new region that ends on this line, and says how many there have been."""
+        """How many new regions have ended on this line."""
+        with self._lock:
+            return self._visits.get(line, 0)
+
+    def visit(self, line: str) -> int:
+        """Counts one more."""
         with self._lock:
             if len(self._visits) >= _MOST_PLACES:
                 self._visits.clear()

@@ -42,6 +42,12 @@ class FirstTier(NamedTuple):
     most_ops: int
     patience_ms: float
 
+    def may_divide(self, program: Program, is_forced: bool) -> bool:
+        """Whether a program may be made of pieces: should a part of a padded one fail, the whole could not be run as it
+        was recorded."""
+        least = 2 if is_forced else self.least_ops
+        return len(program.ops) >= least and not any(op.padding is not None for op in program.ops)
+
     def price_ms(self, program: Program) -> float:
         """How long the program compiles with the usual options, about."""
         return self.program_ms + self.op_ms * len(program.ops)

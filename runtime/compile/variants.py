@@ -75,23 +75,64 @@ class Workshop:
         self.stock = Stock(builder, plans, compiler, options, lambda: knob("max_programs"))
         self.refused: set[str] = set()
 
+    def known_pieces(self, program: Program, device: int) -> list[Piece]:
+        """The pieces of a region for which nothing has to be lowered: new regions keep ending on its line, and it is
+        made of what others were made of. None where that is not so."""
+        first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
+        if first is None or not (visits > first.most_visits or is_forced) or not first.may_divide(program, is_forced):
+            return []
+        parts = divide(program, self.plans.fragments)
+        return [] if self.stock.missing(parts) else self._there(self.stock.find(parts), device)
+
+    def new_pieces(self, program: Program, usual: list[tuple[Program, Plan]], device: int) -> list[Piece]:
+        """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""
+        first, is_forced = self.first_tier(), self.knob("tiers") == "pieces"
+        if first is None or not first.may_divide(program, is_forced):
+            return []
+        undivided = self.stock.missing_undivided(usual)
+        if not undivided and not is_forced:
+            return []
+        parts = divide(program, self.plans.fragments)
+        is_often_new = self.stock.visits(program.line) > first.most_visits
+        most = undivided if is_often_new or undivided > first.most_ops else first.most_missing * undivided
+        if self.stock.missing(parts) > most and not is_forced:
+            return []
+        return self._there(self.stock.find(parts), device)
+
+    def _there(self, pieces: list[Piece], device: int) -> list[Piece]:
+        """The pieces, but for those that would have to be compiled where nothing may be."""
+        is_there = self.knob("policy") != "frozen" or all(self.stock.has(piece, device) for piece in pieces)
+        return pieces if is_there else []
+
+    def first_tier(self) -> FirstTier | None:
+        """How new regions are compiled to begin with; None where that has to be the usual way."""
+        has_one = self.knob("tiers") == "off" or self.knob("policy") == "block" or self.is_deterministic()
+        return None if has_one else self.first
+
     def is_deterministic(self) -> bool:
         """Whether the program that runs may not depend on what happened before."""
         return bool(self.knob("deterministic")) or torch.are_deterministic_algorithms_enabled()
 
 
 class RegionForms:
-    """The forms of one region on one device."""
+    """The forms of one region on one device; `clusters` are asked for when they are needed, `pieces` are what it begins
+    with, where that is known."""
 
-    def __init__(self, shop: Workshop, program: Program, clusters: Clusters | None, device: int) -> None:
+    def __init__(
+        self,
+        shop: Workshop,
+        program: Program,
+        clusters: Callable[[], Clusters | None],
+        device: int,
+        pieces: list[Piece],
+    ) -> None:
         self._shop = shop
         self._program = program
-        self._clusters = clusters
+        self._find_clusters = clusters
         self._device = device
         self._variants = shop.sweep.variants if shop.sweep and shop.knob("sweep") else {}
-        self._rungs = [*([_WHOLE] if clusters else []), *self._variants]
         self._first = None if shop.knob("tiers") == "off" else shop.first
-        self._pieces: list[Piece] = []  # where the first tier is made of them
+        self._pieces = pieces
         self._price_ms = self._first.price_ms(program) if self._first else 0.0
         self._loss_ms = self._first.loss_ms(program, 1) if self._first else 0.0
         self._compile_ms: dict[Words, float] = {}
@@ -99,21 +140,32 @@ class RegionForms:
         self._tried = 0  # variants
         self._key: Key | None = None  # of what is known of the forms
 
+    @functools.cached_property
+    def _clusters(self) -> Clusters | None:
+        return self._find_clusters()
+
+    @functools.cached_property
+    def _rungs(self) -> list[str]:
+        return [*([_WHOLE] if self._clusters else []), *self._variants]
+
     def start(self) -> Future[Any]:
         """What a plan is given: the form that was the fastest, else the usual one or, where that would have to be
         compiled, the first tier's; others may replace it. Raises what lowering raises."""
-        usual = self._found(())
-        words: Words = ()
-        found, rungs = usual, self._rungs
+        usual = [] if self._pieces else self._found(())
+        words: Words = FIRST if self._pieces else ()
+        found, rungs = usual, [] if self._pieces else self._rungs
         with self._shop.counters.bailouts.attempt("forms", self._program.line):
-            known = self._recalled([plan for _, plan in usual])
+            known = self._recalled([plan for _, plan in usual]) if usual else None
             if known is not None:
                 found, words, rungs = self._found(known) if _WHOLE in known else usual, known, []
-            elif self._begins_in_first_tier(usual):
+            elif usual and self._begins_in_first_tier(usual):
                 words = FIRST
-                self._pieces = self._found_pieces(usual)
+                self._pieces = self._shop.new_pieces(self._program, usual, self._device)
                 if not self._pieces:
                     self._shop.stock.keep_undivided(usual)
+        if self._first and self._pieces:
+            self._loss_ms = self._first.loss_ms(self._program, len(self._pieces))
+            self._shop.counters.regions_in_pieces += 1
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
@@ -131,7 +183,7 @@ class RegionForms:
             with failing(ready.set_exception):
                 if words and flight.exception() is not None:
                     instead = functools.partial(give_instead, flight.exception())
-                    self._submitted((), usual).add_done_callback(instead)
+                    self._submitted((), usual or self._found(())).add_done_callback(instead)
                 else:
                     give(words, flight)
 
@@ -151,7 +203,10 @@ class RegionForms:
             made.cancel()
             return made
         try:
-            made = self._submitted(words, self._found(words), is_needed_now=is_needed_now)
+            found = self._found(words)
+            if not words and self._key is None:
+                self._recalled([plan for _, plan in found])
+            made = self._submitted(words, found, is_needed_now=is_needed_now)
         except Exception as error:  # noqa: BLE001 -- the form in use serves as well
             made.set_exception(error)
         if words or not is_needed_now:  # else whoever needs the form raises what failed
@@ -161,11 +216,12 @@ class RegionForms:
     def is_paid(self, launches: int) -> bool:
         return launches * self._loss_ms >= self._price_ms
 
-    def promoted(self) -> None:
+    def promoted(self) -> list[str]:
         self._shop.counters.regions_promoted += 1
         self._shop.compiler.forget(self._digests.pop(FIRST))  # nothing is launched in the first tier again
         if "cluster" in self._shop.knob("log"):
             log.write(f"tpu:{self._device} region at {self._program.line} is promoted")
+        return self._rungs
 
     def is_due(self, words: Words, launches: int, seconds: float) -> bool:
         sweep = self._shop.sweep
@@ -223,40 +279,13 @@ class RegionForms:
 
     def _begins_in_first_tier(self, usual: list[tuple[Program, Plan]]) -> bool:
         """Whether a region whose usual form is not there is better compiled in the first tier."""
-        shop, device, policy = self._shop, self._device, self._shop.knob("policy")
-        if self._first is None or shop.is_deterministic() or policy == "block":
-            return False
-        if self.is_paid(1) and self._price_ms <= self._first.patience_ms:
+        shop, device, first = self._shop, self._device, self._shop.first_tier()
+        if first is None or (self.is_paid(1) and self._price_ms <= first.patience_ms):
             return False
         if all(shop.compiler.has(plan, device) for _, plan in usual):
             return False
-        first = (shop.plans.under(plan, self._first.options) for _, plan in usual)
-        return policy != "frozen" or all(shop.compiler.has(plan, device) for plan in first)
-
-    def _found_pieces(self, usual: list[tuple[Program, Plan]]) -> list[Piece]:
-        """The pieces that a region new to the first tier is made of; none where it is better compiled as it is, as what
-        is padded is: should a part of it fail, the whole could not be run as it was recorded."""
-        shop, program, first, device = self._shop, self._program, self._first, self._device
-        is_forced = shop.knob("tiers") == "pieces"
-        if first is None or len(program.ops) < (2 if is_forced else first.least_ops):
-            return []
-        if any(op.padding is not None for op in program.ops):
-            return []
-        visits = shop.stock.visits(program.line)
-        undivided = shop.stock.missing_undivided(usual)
-        if not undivided and not is_forced:
-            return []
-        parts = divide(program, shop.plans.fragments)
-        missing = shop.stock.missing(parts)
-        is_long = undivided > first.most_ops
-        if missing > (1 if visits > first.most_visits or is_long else first.most_missing) * undivided and not is_forced:
-            return []
-        pieces = shop.stock.find(parts)
-        if shop.knob("policy") == "frozen" and not all(shop.stock.has(piece, device) for piece in pieces):
-            return []
-        self._loss_ms = first.loss_ms(program, len(parts))
-        shop.counters.regions_in_pieces += bool(pieces)
-        return pieces
+        plans = (shop.plans.under(plan, first.options) for _, plan in usual)
+        return shop.knob("policy") != "frozen" or all(shop.compiler.has(plan, device) for plan in plans)
 
     def _recalled(self, usual: list[Plan]) -> Words | None:
         """The form that was the fastest; None where that is not known, or nobody may ask."""
@@ -314,7 +343,7 @@ class RegionForms:
         """The pieces, compiled; it fails with an `UnbuiltError`."""
         stock, device, made, pieces = self._shop.stock, self._device, Future[Any](), self._pieces
         self._digests[FIRST] = []  # other regions share them
-        self._pieces = []
+        self._pieces = []  # once is enough
         builds = stock.submit(pieces, device)
 
         def tell() -> None:

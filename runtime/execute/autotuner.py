@@ -32,8 +32,8 @@ class Forms(Protocol):
     def is_paid(self, launches: int) -> bool:
         """Whether so many launches in the first tier make the usual form worth compiling: not a question of time."""
 
-    def promoted(self) -> None:
-        """Hears that the usual form takes the place of the first tier's."""
+    def promoted(self) -> list[str]:
+        """Hears that the usual form takes the place of the first tier's; the rungs after it."""
 
     def is_due(self, words: Words, launches: int, seconds: float) -> bool:
         """Whether so many launches of so many seconds each (0: unknown) make this form worth compiling."""
@@ -118,7 +118,7 @@ class Ladder:
                 self._usual = None  # until the launches have paid again
             else:
                 self._words, self.form = (), self._usual.result()
-                self._forms.promoted()
+                self._rungs = self._forms.promoted()
             self._launches = 0
 
     def _climb(self, work: Any, launch: Callable[[Any, Any], None], wait_until_idle: Callable[[int], None]) -> None:
