@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +86,25 @@ def test_where_a_view_begins_is_no_part_of_a_piece(engine: Engine) -> None:
         return pieces_of(engine, record.program(y))
 
     assert pieces(2) == pieces(7)
+
+
+def test_numbers_that_only_compare_equal_are_not_the_same(engine: Engine) -> None:
+    def program(number: object) -> Program:
+        with Record() as record:
+            y = torch.neg(record.input(torch.zeros(4)))
+        (op,) = record.program(y).ops
+        return replace(record.program(y), ops=(replace(op, args=(*op.args, number)),))
+
+    numbers = (0.0, -0.0, 0, False, 1.0, 1, True)
+    assert len({identity(program(number)) for number in numbers}) == len(numbers)
+
+
+def test_signs_of_zero_reach_the_device(in_pieces: None) -> None:
+    for zero in (0.0, -0.0):
+        x = torch.ones(3, device="tpu")
+        for _ in range(6):
+            x = torch.copysign(x + 1, zero).abs()
+        assert torch.copysign(x, zero).tolist() == [math.copysign(7.0, zero)] * 3
 
 
 def test_what_nobody_needs_is_in_no_piece(engine: Engine) -> None:

@@ -90,9 +90,11 @@ class Compiler:
             if self._is_closed:
                 raise RuntimeError("the compiler is shut down")
             flight = self._flights[flight_key] = Future()
-            found = note or {}
+            ops, line = (note or {}).get("ops"), (note or {}).get("line")
             job = _Job(
-                lambda: self._build(flight, plan, device, note), int(found.get("ops", 0)), str(found.get("line", ""))
+                lambda: self._build(flight, plan, device, note),
+                ops if isinstance(ops, int) else 0,
+                line if isinstance(line, str) else "an unknown line",
             )
             if not is_needed_now:
                 self._later.append(job)

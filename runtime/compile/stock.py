@@ -47,6 +47,7 @@ class Stock:
         self._capacity = capacity
         self._lock = threading.Lock()  # guards what follows
         self._known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+        self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()  # those with their lines
         self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
         self._executables: WeakValueDictionary[tuple[Any, ...], Executable] = WeakValueDictionary()
@@ -97,6 +98,9 @@ class Stock:
                 plan = self._known.get(key)
                 if plan is not None:
                     self._known.move_to_end(key)
+                part = replace(part, program=self._programs.setdefault((key, lines_of(part.program)), part.program))
+                while len(self._programs) > 4 * self._capacity():
+                    self._programs.popitem(last=False)
             if plan is None:
                 plan = self._plans.under(self._builder.find(part.program), self._options)
                 with self._lock:
@@ -121,7 +125,7 @@ class Stock:
     def executable(self, piece: Piece, build: Build, device: int) -> Executable:
         """What launches a piece where it stands, once its program is compiled; raises why it is not."""
         program = piece.part.program
-        key = piece.identity, device, program.line, tuple(op.line for op in program.ops)
+        key = piece.identity, device, lines_of(program)
         known = self._executables.get(key)
         if known is None or known.loaded is not build.flight.result():
             plan = replace(
@@ -130,6 +134,11 @@ class Stock:
             own = Build(program, plan, about_of(program, plan), build.flight)
             known = self._executables[key] = self._builder.executable(own, device)
         return known
+
+
+def lines_of(program: Program) -> tuple[str, ...]:
+    """What equal pieces of different regions differ in."""
+    return program.line, *(op.line for op in program.ops)
 
 
 def _line(program: Program, place: int) -> str:

@@ -319,15 +319,12 @@ class RegionForms:
             found = [(program, plans.under(plan, options)) for program, plan in found]
         builds = [builder.submit(program, plan, device, is_needed_now=is_needed_now) for program, plan in found]
 
-        def fail(about: About, error: BaseException) -> None:
-            made.set_exception(UnbuiltError(about, error))
-
         def tell() -> None:
             flown = list(builds)
             builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
             executables: dict[int, Executable] = {}
             for build in flown:
-                with failing(functools.partial(fail, build.about)):
+                with failing(functools.partial(_fail, made, build.about)):
                     executables[id(build.program)] = builder.executable(build, device)
                 if made.done():
                     return
@@ -352,7 +349,7 @@ class RegionForms:
             executables = []
             for piece in pieces:
                 build = flown[piece.identity]
-                with failing(lambda error, about=build.about: made.set_exception(UnbuiltError(about, error))):
+                with failing(functools.partial(_fail, made, build.about)):
                     executables.append(stock.executable(piece, build, device))
                 if made.done():
                     return
@@ -373,6 +370,10 @@ class RegionForms:
         """The milliseconds in which a program compiles, about."""
         loading = self._shop.sweep.loading if self._shop.sweep else 1.0
         return loaded.milliseconds * (loading if loaded.source == "disk" else 1.0)
+
+
+def _fail(made: Future[Any], about: About, error: BaseException) -> None:
+    made.set_exception(UnbuiltError(about, error))
 
 
 def _when_all(builds: Collection[Build], then: Callable[[], None]) -> None:

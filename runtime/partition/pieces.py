@@ -44,9 +44,18 @@ def ends_of(marks: Sequence[int]) -> list[int]:
 
 
 def identity(program: Program) -> tuple[Any, ...]:
-    """What equal pieces have in common: all but their lines."""
+    """What equal pieces have in common: all but their lines. Of their arguments 1, 1.0 and True are not equal, nor are
+    0.0 and -0.0."""
     ops = tuple(replace(op, line="") for op in program.ops)
-    return ops, program.inputs, program.outputs, program.donated, program.floats, program.ints
+    return (
+        ops,
+        tuple(_sign(op.args) for op in program.ops),
+        program.inputs,
+        program.outputs,
+        program.donated,
+        program.floats,
+        program.ints,
+    )
 
 
 def _mark(op: Op) -> int:
