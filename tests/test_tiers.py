@@ -14,6 +14,7 @@ from test_engine import KNOBS, Plan, Work, make_engine
 
 from torchtpu import config, metrics, startup
 from torchtpu.compiler_cache import DirectoryStore
+from torchtpu.runtime import _C
 from torchtpu.runtime import engine as engines
 from torchtpu.runtime.compile.tiers import FIRST_TIERS
 from torchtpu.runtime.device.client import Client, Options
@@ -172,6 +173,20 @@ def test_large_programs_pay_sooner_than_small_ones() -> None:
 
     assert launches(1 << 22) < 1
     assert launches(64) > 100
+
+
+def test_pieces_of_large_arrays_are_compiled_well_from_the_beginning(compiled: list[str]) -> None:
+    _C.forget_streams()
+    with config.using(tiers="pieces"):
+        for size, tier in ((11, "first"), (1 << 20, "usual")):
+            x = torch.zeros(size, device="tpu")
+            compiled.clear()
+            for i in range(4):
+                x = torch.softmax(x * (i + 5), 0) + x.relu()
+            x[:4].tolist()
+            assert tier in compiled
+            assert size < 100 or compiled.count("usual") > compiled.count("first")
+    _C.forget_streams()
 
 
 def test_a_loop_ends_in_its_usual_form_and_computes_the_same() -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from torchtpu.runtime.device.client import Options
 from torchtpu.runtime.execute.executor import Executable
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition.pieces import identity
@@ -22,6 +21,7 @@ from torchtpu.runtime.partition.split import Part
 from .builder import Build, Builder, about_of
 from .compiler import Compiler
 from .plan_cache import Plan, Plans
+from .tiers import FirstTier
 
 _MOST_PLACES = 1 << 14  # source lines that are remembered
 
@@ -35,15 +35,15 @@ class Piece(NamedTuple):
 
 
 class Stock:
-    """What is known of pieces in this process; `capacity` is the most of them."""
+    """What is known of pieces in this process, at most `capacity` of them; none where there is no `first` tier."""
 
     def __init__(
-        self, builder: Builder, plans: Plans, compiler: Compiler, options: Options, capacity: Callable[[], int]
+        self, builder: Builder, plans: Plans, compiler: Compiler, first: FirstTier | None, capacity: Callable[[], int]
     ) -> None:
         self._builder = builder
         self._plans = plans
         self._compiler = compiler
-        self._options = options
+        self._first = first
         self._capacity = capacity
         self._lock = threading.Lock()  # guards what follows
         self._known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
@@ -67,7 +67,7 @@ class Stock:
 
     def missing_undivided(self, found: Sequence[tuple[Program, Plan]]) -> int:
         """How many ops the programs of a region have that no region had before, in this process or in the store."""
-        firsts = [(program, self._plans.under(plan, self._options)) for program, plan in found]
+        firsts = [(program, self._under_first(plan)) for program, plan in found]
         with self._lock:
             new = [(program, plan) for program, plan in firsts if plan.key.digest not in self._undivided]
         return sum(len(program.ops) for program, plan in new if not self._compiler.is_stored(plan))
@@ -76,7 +76,7 @@ class Stock:
         """Notes that a region is made of these."""
         with self._lock:
             for _, plan in found:
-                digest = self._plans.under(plan, self._options).key.digest
+                digest = self._under_first(plan).key.digest
                 self._undivided[digest] = None
                 self._undivided.move_to_end(digest)
             while len(self._undivided) > self._capacity():
@@ -102,13 +102,18 @@ class Stock:
                 while len(self._programs) > 4 * self._capacity():
                     self._programs.popitem(last=False)
             if plan is None:
-                plan = self._plans.under(self._builder.find(part.program), self._options)
+                plan = self._builder.find(part.program)
+                if self._first is not None and not self._first.is_large(part.program):
+                    plan = self._under_first(plan)
                 with self._lock:
                     self._known[key] = plan
                     while len(self._known) > self._capacity():
                         self._known.popitem(last=False)
             found.append(Piece(part, key, plan))
         return found
+
+    def _under_first(self, plan: Plan) -> Plan:
+        return self._plans.under(plan, self._first.options) if self._first else plan
 
     def has(self, piece: Piece, device: int) -> bool:
         """Whether a piece's program is there without being compiled."""

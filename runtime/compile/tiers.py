@@ -21,7 +21,8 @@ class FirstTier(NamedTuple):
 
     With the usual options a program compiles `program_ms` and `op_ms` for each op; without them a launch takes `op_us`
     longer for each op, `element_ns` for each element that an op makes, `drawn_ns` for a random one, and `launch_us` for
-    each program that it is made of. Nobody waits for a program that compiles longer than `patience_ms`, if there is one
+    each program that it is made of. A piece for whose usual options `large_launches` launches pay is compiled with
+    these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one
     of the first tier to run meanwhile.
 
     A region of at least `least_ops` ops is made of pieces where those that are new have at most `most_missing` of the
@@ -41,12 +42,17 @@ class FirstTier(NamedTuple):
     most_visits: int
     most_ops: int
     patience_ms: float
+    large_launches: int
 
     def may_divide(self, program: Program, is_forced: bool) -> bool:
         """Whether a program may be made of pieces: should a part of a padded one fail, the whole could not be run as it
         was recorded."""
         least = 2 if is_forced else self.least_ops
         return len(program.ops) >= least and not any(op.padding is not None for op in program.ops)
+
+    def is_large(self, program: Program) -> bool:
+        """Whether a piece is compiled with the usual options from the beginning."""
+        return self.large_launches * self.loss_ms(program, 1) >= self.price_ms(program)
 
     def price_ms(self, program: Program) -> float:
         """How long the program compiles with the usual options, about."""
@@ -82,6 +88,7 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         most_visits=4,
         most_ops=500,
         patience_ms=10_000.0,
+        large_launches=8,
     ),
 }
 

@@ -71,8 +71,7 @@ class Workshop:
         self.knob = knob
         self.sweep = sweep
         self.first = first
-        options = first.options if first else ()
-        self.stock = Stock(builder, plans, compiler, options, lambda: knob("max_programs"))
+        self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"))
         self.refused: set[str] = set()
 
     def known_pieces(self, program: Program, device: int) -> list[Piece]:
