@@ -73,7 +73,7 @@ def _made(op: Op) -> int:
 
 
 # Version 1, measured with jaxlib 0.10.2 by benchmarks/compile_tiers.py; its README has the figures. A platform that is
-# not named has one tier: no options of libtpu for v5e and v6e made it compile much faster.
+# not named here was not measured, and has one tier.
 FIRST_TIERS: Mapping[str, FirstTier] = {
     "cpu": FirstTier(
         (("xla_backend_optimization_level", 0), ("xla_cpu_use_fusion_emitters", False)),
