@@ -3,7 +3,7 @@
 The programs of one process are compiled with each option, and take turns in it; "same code" is not timed. `again` is
 the usual options once more: what it differs by is noise. For a chip, which need not be here, the figures are libtpu's.
 
-    python benchmarks/compile_options.py w3  # what `runtime/compile/candidates.py` has
+    python benchmarks/compile_options.py w3  # what `runtime/compile/tiers.py` has
     python benchmarks/compile_options.py w3 xla_cpu_prefer_vector_width=512
     python benchmarks/compile_options.py w3 --chip v5e xla_tpu_scoped_vmem_limit_kib=32768
 """
@@ -31,7 +31,7 @@ _SLOT_SECONDS = 0.1
 
 def variants(words: list[str], platform: str) -> dict[str, Options]:
     """Those of the command line, else those of the table."""
-    from torchtpu.runtime.compile.candidates import SWEEPS
+    from torchtpu.runtime.compile.tiers import SWEEPS
 
     def value(text: str) -> Any:
         return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)

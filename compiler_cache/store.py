@@ -72,6 +72,10 @@ class Store(ABC):
         """The payload stored under `key`, unchanged, or None."""
 
     @abstractmethod
+    def has(self, key: Key) -> bool:
+        """Whether a payload is stored under `key`, as far as can be said without reading it."""
+
+    @abstractmethod
     def put(self, key: Key, payload: bytes, note: Note | None = None) -> bool:
         """Stores `payload`; whether it is now on disk.  `note` is shown to people and is no part of the key."""
 
@@ -139,6 +143,9 @@ class NullStore(Store):
     def get(self, key: Key) -> bytes | None:
         self._count(misses=1)
         return None
+
+    def has(self, key: Key) -> bool:
+        return False
 
     def put(self, key: Key, payload: bytes, note: Note | None = None) -> bool:
         return False
@@ -212,6 +219,10 @@ class DirectoryStore(Store):
         saved = entry.note.get("build_ms")
         self._count(hits=1, saved_ms=saved if isinstance(saved, int | float) else 0.0)
         return entry.payload
+
+    def has(self, key: Key) -> bool:
+        paths = (catalog.entry_path(directory, key.kind, key.digest) for directory in self._directories())
+        return key.digest not in self._refused and any(path.exists() for path in paths)
 
     def put(self, key: Key, payload: bytes, note: Note | None = None) -> bool:
         stored = self._publish(key, encode(key, payload, note or {}), payload)

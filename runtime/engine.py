@@ -22,10 +22,11 @@ from torchtpu.runtime.device.loaded import Loaded
 from torchtpu.runtime.device.sizes import nbytes_of
 
 from .compile.builder import Builder
-from .compile.candidates import SWEEPS
 from .compile.compiler import Compiler, NotCompiledError
 from .compile.failing import failing
 from .compile.plan_cache import Plans
+from .compile.stock import Piece
+from .compile.tiers import FIRST_TIERS, SWEEPS
 from .compile.variants import RegionForms, UnbuiltError, Workshop
 from .device.client import Client
 from .device.process_group import Fleet
@@ -118,7 +119,9 @@ class Engine:
         )
         # What is collected for other machines is what they start with: what was faster here does not count.
         sweep, choices = (None, NullStore("programs are collected")) if journal else (SWEEPS.get(platform), store)
-        self._workshop = Workshop(self._builder, self.plans, self.compiler, choices, counters, knob, sweep)
+        # Ranks compute the same bits, each in its own time.
+        first = None if journal or fleet else FIRST_TIERS.get(platform)
+        self._workshop = Workshop(self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first)
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
@@ -220,6 +223,13 @@ class Engine:
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
         try:
+            pieces = self._workshop.known_pieces(program, device)
+        except Exception as error:  # noqa: BLE001 -- as below
+            pieces = []
+            failed.append(("pieces", error))
+        if pieces:
+            yield "pieces", functools.partial(self._begin, program, lambda: self._clusters(program), device, pieces)
+        try:
             ends = ends_of_runs(program, before.program) if padded is None and before is not None else []
             parts = Clusters(split(program, ends), sys.maxsize) if ends else self._clusters(program)
         except Exception as error:  # noqa: BLE001 -- the plain form serves as well
@@ -238,9 +248,15 @@ class Engine:
         """A program as it is."""
         if clusters and self._journal is not None:
             self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
-        ready = RegionForms(self._workshop, program, clusters, device).start()
-        self.counters.regions_planned += 1
+        ready = self._begin(program, lambda: clusters, device, [])
         self.counters.regions_clustered += bool(clusters)
+        return ready
+
+    def _begin(
+        self, program: Program, clusters: Callable[[], Clusters | None], device: int, pieces: list[Piece]
+    ) -> Future[Any]:
+        ready = RegionForms(self._workshop, program, clusters, device, pieces).start()
+        self.counters.regions_planned += 1
         self._planned(program)
         return ready
 
@@ -323,7 +339,8 @@ class Engine:
 
     def waiting(self, info: str, seconds: float) -> None:
         """A wait has lasted 3 seconds, or 10 more: one log line."""
-        log.write(f"tpu: waiting for {seconds:.0f} s: {info}")
+        compiling = self.compiler.describe()
+        log.write(f"tpu: waiting for {seconds:.0f} s: {info}" + (f" (compiling {compiling})" if compiling else ""))
 
     def memory_bytes(self, device: int) -> int:
         """The bytes a device has; 0 where the platform does not say."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchtpu
-from torchtpu import metrics, startup
+from torchtpu import config, metrics, startup
 from torchtpu.runtime import _C
 
 
@@ -185,3 +185,39 @@ def test_numbers_that_stay_the_same_are_uploaded_once(monkeypatch: pytest.Monkey
     for factor in (1.5, 1.5, 2.5, 2.5, 1.5):
         assert (x * factor).tolist() == [factor] * 3
     assert uploaded == [[1.5], [2.5], [1.5]]
+
+
+def test_a_small_program_is_compiled_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, released = startup.engine().compiler, threading.Event()
+    real = compiler._load_or_compile
+
+    def build(plan: Any, device: int, note: Any) -> Any:
+        assert note["ops"] < 100 or released.wait(60)
+        return real(plan, device, note)
+
+    x = torch.ones(7, device="tpu")
+    x.cpu()
+    monkeypatch.setattr(compiler, "_load_or_compile", build)
+    deadline = time.monotonic() + 60
+    with config.using(tiers="off", clusters=False):
+        large = x
+        for _ in range(100):
+            large = large.sinc() * x
+        _C.cut("test")
+        small = x.acos().tan().neg()
+        _C.cut("test")
+        while startup.engine_counters().regions_planned < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    while "00 ops" not in (said := compiler.describe()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert f"{__file__}:" in said
+    while len(compiler.outstanding()) > 1:  # the small one is done
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not released.is_set()
+    released.set()
+    torch.testing.assert_close(small.cpu(), x.cpu().acos().tan().neg())
+    assert compiler.describe() == ""
+    del large

@@ -15,7 +15,7 @@ from test_engine import KNOBS, Plan, Work, make_engine
 
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime import engine as engines
-from torchtpu.runtime.compile.candidates import SWEEPS, Sweep
+from torchtpu.runtime.compile.tiers import SWEEPS, Sweep
 from torchtpu.runtime.device.client import Client, Options, key_of
 from torchtpu.runtime.execute import autotuner as ladder
 

@@ -70,6 +70,12 @@ KNOBS: Mapping[str, Knob] = {
         Knob("max_region_ops", 2048, int, "a region without a read is cut after at most this many ops"),
         Knob("max_region_bytes", 1 << 37, "bytes", "a region without a read is cut after producing this many bytes"),
         Knob("clusters", True, bool, "compile what repeats in a region once, as programs that are launched many times"),
+        Knob(
+            "tiers",
+            "on",
+            "on|pieces|off",
+            "compile what is new quickly, and well once its launches have paid for that; pieces: all of it in pieces",
+        ),
         Knob("sweep", True, bool, "try hot programs with other compile options too, and keep what is faster"),
         Knob("padding", True, bool, "compile regions whose sizes keep changing for longer arrays, which serve many"),
         Knob("max_in_flight", 32, int, "regions queued before recording waits"),

@@ -19,15 +19,16 @@ def snapshot() -> dict[str, Any]:
     shapes_inferred_on_meta {op: count} (by PyTorch's meta kernels, most of them Python), trie_nodes, trie_plans,
     array_shapes, streams_forgotten, regions, cuts {reason: count}, live_buffers, live_nodes and queue come from the
     recorder; programs_compiled, plan_hits_disk, fragment_traces, cache_hits_memory, cache_hits_disk, launches,
-    bytes_uploaded, bytes_downloaded and their like from the engine; of hot regions regions_climbing and
-    regions_fused were compiled whole and stayed so, programs_swept and variants_kept were timed with other compile
-    options and stayed with them; memory_waits, memory_collections, regions_split, ops_repeated and out_of_memory
-    are what it did for want of memory; recompilations {reason: count} name the op, its line, and what of which
-    argument varied; bailouts {optimisation and error: count} are optimisations that failed, so that their regions
-    run in the plain form; regions_padded serve several sizes that change, and regions_not_padded {cause and line:
-    count} do not; count_reads {op: count} from the ops whose results' shapes depend on data; cpu_fallbacks {op:
-    count} and bytes_fallback from the ops that ran on the CPU; collectives {name: count}, bytes_collectives and
-    collective_ms (what launches waited) from torch.distributed.
+    bytes_uploaded, bytes_downloaded and their like from the engine; regions_in_first_tier were compiled quickly,
+    regions_in_pieces of them in small programs that they share with others, of which regions_promoted were compiled
+    well since; of hot regions regions_climbing and regions_fused were compiled whole and stayed so, programs_swept
+    and variants_kept were timed with other compile options and stayed with them; memory_waits, memory_collections,
+    regions_split, ops_repeated and out_of_memory are what it did for want of memory; recompilations {reason: count}
+    name the op, its line, and what of which argument varied; bailouts {optimisation and error: count} are
+    optimisations that failed, so that their regions run in the plain form; regions_padded serve several sizes that
+    change, and regions_not_padded {cause and line: count} do not; count_reads {op: count} from the ops whose
+    results' shapes depend on data; cpu_fallbacks {op: count} and bytes_fallback from the ops that ran on the CPU;
+    collectives {name: count}, bytes_collectives and collective_ms (what launches waited) from torch.distributed.
     """
     recompilations = startup.recompilations()
     return {

@@ -1,16 +1,19 @@
 """Compiling: in come plans, out come loaded executables, from memory, from the store, or from XLA.
 
-Worker threads compile; XLA releases the GIL meanwhile. A program is compiled once, however many ask for it.
+Worker threads compile; XLA releases the GIL meanwhile. A program is compiled once, however many ask for it. One worker
+more than may compile at once is kept for small programs, so that what compiles for a minute holds up no print.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, InvalidStateError
+from typing import NamedTuple
 
 from torchtpu.compiler_cache import Note, Store
 from torchtpu.runtime.device.client import Client
@@ -20,6 +23,20 @@ from torchtpu.runtime.telemetry.counters import Counters
 from .plan_cache import Plan
 
 _JOIN_SECONDS = 1.0
+_LATER_NICENESS = 10
+_SMALL = 32  # ops: what compiles in a fraction of a second
+
+
+class _Job(NamedTuple):
+    """A program to be compiled; `ops` and `line` are for people and for the order, 0 where nobody said."""
+
+    run: Callable[[], None]
+    ops: int
+    line: str
+
+    @property
+    def is_small(self) -> bool:
+        return 0 < self.ops <= _SMALL
 
 
 class NotCompiledError(RuntimeError):
@@ -46,12 +63,14 @@ class Compiler:
         self._may_compile = may_compile
         self._condition = threading.Condition()  # guards what follows
         self._flights: OrderedDict[tuple[str, int], Future[Loaded]] = OrderedDict()
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._later: deque[Callable[[], None]] = deque()  # jobs for when nothing else is to be done
+        self._jobs: deque[_Job] = deque()
+        self._later: deque[_Job] = deque()  # jobs for when nothing else is to be done
+        self._running: dict[_Job, float] = {}  # since when each has been compiling
         self._is_closed = False
         self._idle = 0
         self._max_threads = max(1, threads)
         self._threads: list[threading.Thread] = []
+        self._small_thread: threading.Thread | None = None
         self._late_thread: threading.Thread | None = None
 
     def submit(
@@ -71,7 +90,12 @@ class Compiler:
             if self._is_closed:
                 raise RuntimeError("the compiler is shut down")
             flight = self._flights[flight_key] = Future()
-            job = lambda: self._build(flight, plan, device, note)
+            ops, line = (note or {}).get("ops"), (note or {}).get("line")
+            job = _Job(
+                lambda: self._build(flight, plan, device, note),
+                ops if isinstance(ops, int) else 0,
+                line if isinstance(line, str) else "an unknown line",
+            )
             if not is_needed_now:
                 self._later.append(job)
                 if self._late_thread is None:
@@ -80,8 +104,22 @@ class Compiler:
                 self._jobs.append(job)
                 if self._idle == 0 and len(self._threads) < self._max_threads:
                     self._threads.append(self._start(self._work, f"torchtpu-compile-{len(self._threads)}"))
+                elif self._idle == 0 and job.is_small and self._small_thread is None:
+                    self._small_thread = self._start(self._work_small, "torchtpu-compile-small")
             self._condition.notify_all()
         return flight
+
+    def has(self, plan: Plan, device: int) -> bool:
+        """Whether a plan's program is there without being compiled: in memory or, by the look of it, in the store."""
+        with self._condition:
+            flight = self._flights.get((plan.key.digest, device))
+        if flight is not None:
+            return flight.done() and not flight.cancelled() and flight.exception() is None
+        return self.is_stored(plan)
+
+    def is_stored(self, plan: Plan) -> bool:
+        """Whether a plan's program is in the store, by the look of it."""
+        return self._store.keeps and self._store.has(plan.key)
 
     def digests(self) -> list[str]:
         """The keys of the programs in memory."""
@@ -92,6 +130,14 @@ class Compiler:
         """The programs asked for that are not there yet."""
         with self._condition:
             return [flight for flight in self._flights.values() if not flight.done()]
+
+    def describe(self) -> str:
+        """What is being compiled, for how long, and how many programs wait for that: for people."""
+        now = time.perf_counter()
+        with self._condition:
+            running = [f"{job.ops} ops of {job.line} for {now - since:.0f} s" for job, since in self._running.items()]
+            waiting = len(self._jobs)
+        return ", ".join(running) + (f"; {waiting} more wait" if waiting else "")
 
     def forget(self, digests: Collection[str] | None = None) -> None:
         """Lets go of the executables, or of those with these keys, that only this keeps."""
@@ -107,7 +153,7 @@ class Compiler:
             self._jobs.clear()
             self._later.clear()
             self._condition.notify_all()
-            threads = [*self._threads, *([self._late_thread] if self._late_thread else [])]
+            threads = [*self._threads, *(t for t in (self._small_thread, self._late_thread) if t is not None)]
         others = [thread for thread in threads if thread is not threading.current_thread()]
         _join(others, _JOIN_SECONDS)
         with self._condition:
@@ -133,9 +179,36 @@ class Compiler:
                 if self._is_closed:
                     return
                 job = self._jobs.popleft()
-            job()
+            self._run(job)
+
+    def _work_small(self) -> None:
+        """Compiles small programs while all other workers are at something else."""
+        while True:
+            with self._condition:
+                job = None
+                while job is None:
+                    if self._is_closed:
+                        return
+                    small = (job for job in self._jobs if job.is_small)
+                    job = next(small, None) if self._idle == 0 else None
+                    if job is None:
+                        self._condition.wait()
+                    else:
+                        self._jobs.remove(job)
+            self._run(job)
+
+    def _run(self, job: _Job) -> None:
+        with self._condition:
+            self._running[job] = time.perf_counter()
+        try:
+            job.run()
+        finally:
+            with self._condition:
+                del self._running[job]
 
     def _work_later(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # no such system, or not allowed
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LATER_NICENESS)
         while True:
             with self._condition:
                 while not self._is_closed and (self._jobs or self._idle < len(self._threads) or not self._later):
@@ -143,7 +216,7 @@ class Compiler:
                 if self._is_closed:
                     return
                 job = self._later.popleft()
-            job()
+            self._run(job)
 
     def _build(self, flight: Future[Loaded], plan: Plan, device: int, note: Note | None) -> None:
         try:

@@ -84,7 +84,7 @@ class Plans:
     """Finds or makes plans; `client` is what the programs are compiled for."""
 
     def __init__(self, fragments: Fragments, client: Compiles, store: Store, counters: Counters) -> None:
-        self._fragments = fragments
+        self.fragments = fragments
         self._client = client
         self._store = store
         self._counters = counters
@@ -97,7 +97,7 @@ class Plans:
         if stored is not None:
             self._counters.plan_hits_disk += 1
             return self._plan(stored, program, homes, is_flat=is_flat)
-        module = lower(program, self._fragments, is_flat=is_flat)
+        module = lower(program, self.fragments, is_flat=is_flat)
         digest, has_lapack = program_digest(module.text), calls_lapack(module.text)
         if key is not None and self._is_usual():
             build_ms = round((time.perf_counter() - started) * 1e3, 3)
@@ -122,14 +122,14 @@ class Plans:
 
     def clusters(self, program: Program) -> Clusters | None:
         """The clusters of a program; None where it is better compiled whole."""
-        ops = take_apart(program.ops, self._fragments.maps)
-        if not may_have_clusters(ops, self._fragments.platform):
+        ops = take_apart(program.ops, self.fragments.maps)
+        if not may_have_clusters(ops, self.fragments.platform):
             return None
         key = self._key("cluster", program, _SEARCH)
         stored = None if key is None else self._store.load(key, lambda data: (_decode_clusters(data, program, ops),))
         if stored is not None:
             return stored[0]
-        places = search(program, ops, self._fragments)
+        places = search(program, ops, self.fragments)
         if key is not None and self._is_usual():
             self._store.put(key, _encode_places(places), {"line": program.line, "ops": len(program.ops)})
         return cut_out(program, ops, places) if places else None
@@ -154,19 +154,19 @@ class Plans:
 
     def _is_usual(self) -> bool:
         """Whether programs check no more than their ops do: what is only to find a NaN is not kept."""
-        return self._fragments.watch() == "off"
+        return self.fragments.watch() == "off"
 
     def _key(self, kind: str, program: Program, modules: tuple[str, ...], *, is_flat: bool = False) -> Key | None:
         """The key of what `modules` make of the program; None where nothing, or a lowering, is not kept on disk."""
         if not self._store.keeps or not self._is_usual():
             return None
-        lowerings = self._fragments.sources(program.ops)
+        lowerings = self.fragments.sources(program.ops)
         if lowerings is None:
             return None
-        described = self._fragments.describe(program.ops, "off")
+        described = self.fragments.describe(program.ops, "off")
         parts: dict[str, str | bytes] = {
             "stream": _stream(program, described, is_flat=is_flat),
-            "platform": self._fragments.platform,
+            "platform": self.fragments.platform,
             "lowerings": lowerings,
             "emission": fingerprint.of_modules(*modules),
             "padding": fingerprint.of_modules(EVALUATION) if any(op.padding for op in program.ops) else "",
@@ -176,7 +176,7 @@ class Plans:
     def _plan(self, stored: _Stored, program: Program, homes: Homes, *, is_flat: bool) -> Plan:
         return Plan(
             key_of(stored.digest, self._client, homes),
-            functools.cache(lambda: lower(program, self._fragments, is_flat=is_flat).text),
+            functools.cache(lambda: lower(program, self.fragments, is_flat=is_flat).text),
             stored.calls_lapack,
             tuple((base.shape, base.dtype) for base in program.inputs),
             _outputs(program),

@@ -1,7 +1,8 @@
 """Forms: in comes a region's program, out goes what it is launched as, in one of several forms.
 
-Unusual are a region of clusters as one program, "whole", and what is compiled with the options of a variant. Which form
-was the fastest is kept in the store: the next process starts with it.
+Unusual are what is compiled with the options of the first tier, a region of clusters as one program, "whole", and what
+is compiled with the options of a variant. Which form was the fastest is kept in the store: the next process starts with
+it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import torch
 
 from torchtpu.compiler_cache import Key, Store
 from torchtpu.runtime.device.loaded import About, Loaded
-from torchtpu.runtime.execute.autotuner import Ladder, Words
+from torchtpu.runtime.execute.autotuner import FIRST, Ladder, Words
 from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition.clusters import Clusters
+from torchtpu.runtime.partition.pieces import divide
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
 
 from .builder import Build, Builder
-from .candidates import Sweep
 from .compiler import Compiler, NotCompiledError
 from .failing import failing
 from .plan_cache import Plan, Plans
+from .stock import Piece, Stock
+from .tiers import FirstTier, Sweep
 
 _WHOLE = "whole"
 
@@ -45,8 +48,9 @@ class UnbuiltError(RuntimeError):
 
 
 class Workshop:
-    """What the forms of all regions are made with. `sweep` is what to try on this platform, None for nothing; variants
-    that could not be compiled once are `refused` from then on."""
+    """What the forms of all regions are made with. `sweep` is what to try on this platform, `first` is how new programs
+    are compiled there, None where there is nothing; variants that could not be compiled once are `refused` from then
+    on."""
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class Workshop:
         counters: Counters,
         knob: Callable[[str], Any],
         sweep: Sweep | None,
+        first: FirstTier | None,
     ) -> None:
         self.builder = builder
         self.plans = plans
@@ -65,7 +70,43 @@ class Workshop:
         self.counters = counters
         self.knob = knob
         self.sweep = sweep
+        self.first = first
+        self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"))
         self.refused: set[str] = set()
+
+    def known_pieces(self, program: Program, device: int) -> list[Piece]:
+        """The pieces of a region for which nothing has to be lowered: new regions keep ending on its line, and it is
+        made of what others were made of. None where that is not so."""
+        first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
+        if first is None or not (visits > first.most_visits or is_forced) or not first.may_divide(program, is_forced):
+            return []
+        parts = divide(program, self.plans.fragments)
+        return [] if self.stock.missing(parts) else self._there(self.stock.find(parts), device)
+
+    def new_pieces(self, program: Program, usual: list[tuple[Program, Plan]], device: int) -> list[Piece]:
+        """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""
+        first, is_forced = self.first_tier(), self.knob("tiers") == "pieces"
+        if first is None or not first.may_divide(program, is_forced):
+            return []
+        undivided = self.stock.missing_undivided(usual)
+        if not undivided and not is_forced:
+            return []
+        parts = divide(program, self.plans.fragments)
+        is_often_new = self.stock.visits(program.line) > first.most_visits
+        most = undivided if is_often_new or undivided > first.most_ops else first.most_missing * undivided
+        if self.stock.missing(parts) > most and not is_forced:
+            return []
+        return self._there(self.stock.find(parts), device)
+
+    def _there(self, pieces: list[Piece], device: int) -> list[Piece]:
+        """The pieces, but for those that would have to be compiled where nothing may be."""
+        is_there = self.knob("policy") != "frozen" or all(self.stock.has(piece, device) for piece in pieces)
+        return pieces if is_there else []
+
+    def first_tier(self) -> FirstTier | None:
+        """How new regions are compiled to begin with; None where that has to be the usual way."""
+        has_one = self.knob("tiers") == "off" or self.knob("policy") == "block" or self.is_deterministic()
+        return None if has_one else self.first
 
     def is_deterministic(self) -> bool:
         """Whether the program that runs may not depend on what happened before."""
@@ -73,30 +114,57 @@ class Workshop:
 
 
 class RegionForms:
-    """The forms of one region on one device."""
+    """The forms of one region on one device; `clusters` are asked for when they are needed, `pieces` are what it begins
+    with, where that is known."""
 
-    def __init__(self, shop: Workshop, program: Program, clusters: Clusters | None, device: int) -> None:
+    def __init__(
+        self,
+        shop: Workshop,
+        program: Program,
+        clusters: Callable[[], Clusters | None],
+        device: int,
+        pieces: list[Piece],
+    ) -> None:
         self._shop = shop
         self._program = program
-        self._clusters = clusters
+        self._find_clusters = clusters
         self._device = device
         self._variants = shop.sweep.variants if shop.sweep and shop.knob("sweep") else {}
-        self._rungs = [*([_WHOLE] if clusters else []), *self._variants]
+        self._first = None if shop.knob("tiers") == "off" else shop.first
+        self._pieces = pieces
+        self._price_ms = self._first.price_ms(program) if self._first else 0.0
+        self._loss_ms = self._first.loss_ms(program, 1) if self._first else 0.0
         self._compile_ms: dict[Words, float] = {}
         self._digests: dict[Words, list[str]] = {}  # of the programs of each form
         self._tried = 0  # variants
         self._key: Key | None = None  # of what is known of the forms
 
+    @functools.cached_property
+    def _clusters(self) -> Clusters | None:
+        return self._find_clusters()
+
+    @functools.cached_property
+    def _rungs(self) -> list[str]:
+        return [*([_WHOLE] if self._clusters else []), *self._variants]
+
     def start(self) -> Future[Any]:
-        """What a plan is given: the form that was the fastest, else the usual one, which others may replace. Raises
-        what lowering raises."""
-        usual = self._found(())
-        words: Words = ()
-        found, rungs = usual, self._rungs
+        """What a plan is given: the form that was the fastest, else the usual one or, where that would have to be
+        compiled, the first tier's; others may replace it. Raises what lowering raises."""
+        usual = [] if self._pieces else self._found(())
+        words: Words = FIRST if self._pieces else ()
+        found, rungs = usual, [] if self._pieces else self._rungs
         with self._shop.counters.bailouts.attempt("forms", self._program.line):
-            known = self._recalled([plan for _, plan in usual])
+            known = self._recalled([plan for _, plan in usual]) if usual else None
             if known is not None:
                 found, words, rungs = self._found(known) if _WHOLE in known else usual, known, []
+            elif usual and self._begins_in_first_tier(usual):
+                words = FIRST
+                self._pieces = self._shop.new_pieces(self._program, usual, self._device)
+                if not self._pieces:
+                    self._shop.stock.keep_undivided(usual)
+        if self._first and self._pieces:
+            self._loss_ms = self._first.loss_ms(self._program, len(self._pieces))
+            self._shop.counters.regions_in_pieces += 1
         ready: Future[Any] = Future()
 
         def give(words: Words, flight: Future[Any]) -> None:
@@ -104,11 +172,17 @@ class RegionForms:
                 form = flight.result()
                 ready.set_result(Ladder(self, words, form, rungs) if words or rungs else form)
 
+        def give_instead(error: BaseException | None, flight: Future[Any]) -> None:
+            with failing(ready.set_exception):
+                if flight.exception() is None:  # else it was no matter of the form
+                    self._note(error)
+                give((), flight)
+
         def give_first(flight: Future[Any]) -> None:
             with failing(ready.set_exception):
                 if words and flight.exception() is not None:
-                    self._note(flight.exception())
-                    self._submitted((), usual).add_done_callback(functools.partial(give, ()))
+                    instead = functools.partial(give_instead, flight.exception())
+                    self._submitted((), usual or self._found(())).add_done_callback(instead)
                 else:
                     give(words, flight)
 
@@ -128,11 +202,25 @@ class RegionForms:
             made.cancel()
             return made
         try:
-            made = self._submitted(words, self._found(words), is_needed_now=is_needed_now)
+            found = self._found(words)
+            if not words and self._key is None:
+                self._recalled([plan for _, plan in found])
+            made = self._submitted(words, found, is_needed_now=is_needed_now)
         except Exception as error:  # noqa: BLE001 -- the form in use serves as well
             made.set_exception(error)
-        made.add_done_callback(lambda made: self._refuse(words, made.exception()))
+        if words or not is_needed_now:  # else whoever needs the form raises what failed
+            made.add_done_callback(lambda made: self._refuse(words, made.exception()))
         return made
+
+    def is_paid(self, launches: int) -> bool:
+        return launches * self._loss_ms >= self._price_ms
+
+    def promoted(self) -> list[str]:
+        self._shop.counters.regions_promoted += 1
+        self._shop.compiler.forget(self._digests.pop(FIRST))  # nothing is launched in the first tier again
+        if "cluster" in self._shop.knob("log"):
+            log.write(f"tpu:{self._device} region at {self._program.line} is promoted")
+        return self._rungs
 
     def is_due(self, words: Words, launches: int, seconds: float) -> bool:
         sweep = self._shop.sweep
@@ -184,10 +272,19 @@ class RegionForms:
             self.bailed_out(cause)
 
     def _refuse(self, words: Words, error: BaseException | None) -> None:
-        if words:
-            self._note(error)
+        self._note(error)
         if isinstance(error, UnbuiltError) and not isinstance(error.__cause__, NotCompiledError):
             self._shop.refused.update(word for word in words[-1:] if word in self._variants)
+
+    def _begins_in_first_tier(self, usual: list[tuple[Program, Plan]]) -> bool:
+        """Whether a region whose usual form is not there is better compiled in the first tier."""
+        shop, device, first = self._shop, self._device, self._shop.first_tier()
+        if first is None or (self.is_paid(1) and self._price_ms <= first.patience_ms):
+            return False
+        if all(shop.compiler.has(plan, device) for _, plan in usual):
+            return False
+        plans = (shop.plans.under(plan, first.options) for _, plan in usual)
+        return shop.knob("policy") != "frozen" or all(shop.compiler.has(plan, device) for plan in plans)
 
     def _recalled(self, usual: list[Plan]) -> Words | None:
         """The form that was the fastest; None where that is not known, or nobody may ask."""
@@ -212,19 +309,21 @@ class RegionForms:
         """The form, compiled from these; it fails with an `UnbuiltError`."""
         builder, plans, device, made = self._shop.builder, self._shop.plans, self._device, Future[Any]()
         options = tuple(option for word in words for option in self._variants.get(word, ()))
+        if words == FIRST and self._first is not None:
+            options = self._first.options
+            self._shop.counters.regions_in_first_tier += 1
+            if self._pieces:
+                return self._submitted_pieces()
         if options:
             found = [(program, plans.under(plan, options)) for program, plan in found]
         builds = [builder.submit(program, plan, device, is_needed_now=is_needed_now) for program, plan in found]
-
-        def fail(about: About, error: BaseException) -> None:
-            made.set_exception(UnbuiltError(about, error))
 
         def tell() -> None:
             flown = list(builds)
             builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
             executables: dict[int, Executable] = {}
             for build in flown:
-                with failing(functools.partial(fail, build.about)):
+                with failing(functools.partial(_fail, made, build.about)):
                     executables[id(build.program)] = builder.executable(build, device)
                 if made.done():
                     return
@@ -234,6 +333,30 @@ class RegionForms:
                 made.set_result(self._form(executables))
 
         _when_all(builds, tell)
+        return made
+
+    def _submitted_pieces(self) -> Future[Any]:
+        """The pieces, compiled; it fails with an `UnbuiltError`."""
+        stock, device, made, pieces = self._shop.stock, self._device, Future[Any](), self._pieces
+        self._digests[FIRST] = []  # other regions share them
+        self._pieces = []  # once is enough
+        builds = stock.submit(pieces, device)
+
+        def tell() -> None:
+            flown = dict(builds)
+            builds.clear()  # as below
+            executables = []
+            for piece in pieces:
+                build = flown[piece.identity]
+                with failing(functools.partial(_fail, made, build.about)):
+                    executables.append(stock.executable(piece, build, device))
+                if made.done():
+                    return
+            with failing(made.set_exception):
+                parts = [piece.part for piece in pieces]
+                made.set_result(Parts(self._program, parts, executables.__getitem__))
+
+        _when_all(list(builds.values()), tell)
         return made
 
     def _form(self, executables: dict[int, Executable]) -> Executable | Parts:
@@ -246,6 +369,10 @@ class RegionForms:
         """The milliseconds in which a program compiles, about."""
         loading = self._shop.sweep.loading if self._shop.sweep else 1.0
         return loaded.milliseconds * (loading if loaded.source == "disk" else 1.0)
+
+
+def _fail(made: Future[Any], about: About, error: BaseException) -> None:
+    made.set_exception(UnbuiltError(about, error))
 
 
 def _when_all(builds: Collection[Build], then: Callable[[], None]) -> None:

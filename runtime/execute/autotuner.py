@@ -1,8 +1,9 @@
 """The ladder: in come launches of one region, out goes each in the form that runs it best by now.
 
-What is quickly there runs first. A region that is launched often is compiled in other forms too, one at a time and when
-nothing else is; then such a form and the one in use take turns a few times, each with the device to itself, and the
-faster one stays.
+What is quickly there runs first: in the first tier, until its launches have paid for compiling the usual form, which
+then takes its place. A region that is launched often is compiled in other forms too, one at a time and when nothing
+else is; then such a form and the one in use take turns a few times, each with the device to itself, and the faster one
+stays.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from .executable import Launchable, LaunchContext
 
 Words = tuple[str, ...]  # what is unusual about a form; () names the usual one
+FIRST: Words = ("first",)  # the usual one in the first tier
 
 _FIRST = 32  # launches before the form in use is timed
 _TURNS = 7  # timed launches of each form, after one that warms caches up
@@ -28,6 +30,12 @@ class Forms(Protocol):
 
     def make(self, words: Words, *, is_needed_now: bool) -> Future[Any]:
         """The form of this name, once it is compiled."""
+
+    def is_paid(self, launches: int) -> bool:
+        """Whether so many launches in the first tier make the usual form worth compiling: not a question of time."""
+
+    def promoted(self) -> list[str]:
+        """Hears that the usual form takes the place of the first tier's; the rungs after it."""
 
     def is_due(self, words: Words, launches: int, seconds: float) -> bool:
         """Whether so many launches of so many seconds each (0: unknown) make this form worth compiling."""
@@ -86,11 +94,13 @@ class Ladder:
         return form is not None and bool(form.is_prompt)
 
     def _launch(self, work: Any, context: LaunchContext) -> None:
+        if self._words == FIRST:
+            self._try_to_promote()
         if self._words and self._forms.has_to_be_usual():
             if self._usual is None:
                 self._usual = self._forms.make((), is_needed_now=True)
             self._usual.result().launch(work, context)
-        elif not self._rungs or self._forms.is_fixed():
+        elif self._words == FIRST or not self._rungs or self._forms.is_fixed():
             self.form.launch(work, context)
         else:
             self._launches += 1
@@ -100,12 +110,31 @@ class Ladder:
         """What a launch now would take, where it makes, times and awaits nothing; else None."""
         if self._words and self._forms.has_to_be_usual():
             return self._usual.result() if self._usual is not None and self._usual.done() else None
+        if self._words == FIRST:
+            is_awaited = self._usual is not None and not self._usual.done()
+            return self.form if is_awaited or not self._may_be_made() else None
         if not self._rungs or self._forms.is_fixed():
             return self.form
         if self._rival is not None or (self._launches >= _FIRST and not self._seconds):
             return None
         words = *self._words, self._rungs[0]
         return None if self._forms.is_due(words, self._launches + 1, self._seconds) else self.form
+
+    def _may_be_made(self) -> bool:
+        return not self._forms.is_fixed() and self._forms.is_paid(self._launches + 1)
+
+    def _try_to_promote(self) -> None:
+        """Has the usual form made once the launches have paid for it, and takes it once it is there."""
+        if self._usual is None and self._may_be_made():
+            self._usual = self._forms.make((), is_needed_now=False)
+        self._launches += 1
+        if self._usual is not None and self._usual.done():
+            if self._usual.cancelled() or self._usual.exception() is not None:
+                self._usual = None  # until the launches have paid again
+            else:
+                self._words, self.form = (), self._usual.result()
+                self._rungs = self._forms.promoted()
+            self._launches = 0
 
     def _climb(self, work: Any, context: LaunchContext) -> None:
         turn = None

@@ -18,8 +18,6 @@ from torchtpu.runtime.device.loaded import About
 from torchtpu.runtime.device.sizes import show_bytes
 from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.ir.values import roots_of
-from torchtpu.runtime.lowering.emit import failed_aval
-from torchtpu.runtime.lowering.views import fits
 from torchtpu.runtime.padding.arrays import PaddedArray, PaddedWork, without_surplus
 from torchtpu.runtime.padding.check import SecondLaunch
 from torchtpu.runtime.telemetry.counters import Counters
@@ -160,12 +158,12 @@ class Executor:
         if not client.runs_at_once:
             self._track(device, executable, token, arguments, outputs)
         self.counters.launches += 1
-        outcome = failed = None
+        outcome = fault = None
         if executable.checks:
             outcome = Outcome(client, outputs.pop(), executable.checks, doubts, failed, lambda: work.run)
             self._settle(device)
             if outcome.is_known():
-                failed = outcome if outcome.failed() else None
+                fault = outcome if outcome.failed() else None
                 outcome = None
             elif not work.is_slice:  # its checks are the region's too
                 with self._lock:
@@ -178,10 +176,10 @@ class Executor:
         if "launch" in self._knob("log"):
             self._log(work, executable, len(arguments), outputs, started)
         executable.is_fresh = False
-        if failed is None:
+        if fault is None:
             work.done(outputs, guards)
         else:
-            self._fail_check(work, executable, failed, outputs, guards, spoiled)
+            self._fail_check(work, executable, fault, outputs, guards, failed)
 
     def _fail_check(
         self,

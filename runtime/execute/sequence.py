@@ -37,9 +37,9 @@ class Sequence:
         for value, number in last.items():
             if value not in kept:
                 self._dying[number].append(value)
-        self._floats = [torch.tensor(part.floats) for part in parts]
-        self._ints = [torch.tensor(part.ints) for part in parts]
-        self._offsets = [torch.tensor(part.offsets, dtype=torch.int64) for part in parts]
+        self._floats = [_numbers(part.floats) for part in parts]
+        self._ints = [_numbers(part.ints) for part in parts]
+        self._offsets = [_numbers(part.offsets) for part in parts]
 
     @functools.cached_property
     def needed_bytes(self) -> int:
@@ -64,7 +64,7 @@ class Sequence:
         """Whether no part may have to be made at its launch, for an offset that nobody expected."""
         return not any(getattr(self._executable_of(number), "offsets", True) for number in range(len(self.parts)))
 
-    @property
+    @functools.cached_property
     def about(self) -> Any:
         """What is said of the part that takes most."""
         return max((self._executable_of(i) for i in range(len(self.parts))), key=lambda e: e.needed_bytes).about
@@ -123,6 +123,11 @@ class Sequence:
             guards = [state.guards.get(value) for value in self._outputs] if state.guards else []
             work.done([state.arrays.get(value) for value in self._outputs], guards)
         state.arrays.clear()  # the outcome of a check may hold the state
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _numbers(given: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(given, dtype=torch.int64)
 
 
 class State:

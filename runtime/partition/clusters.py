@@ -80,18 +80,18 @@ def search(program: Program, ops: Sequence[Op], fragments: Fragments) -> Places 
     """Looks for the clusters of a program with these `ops`, its lists taken apart; None where it is better compiled
     whole."""
     costs = COSTS[fragments.platform]
-    kept, unread, found = _needed(program, ops, fragments)
-    finder = _Finder(replace(program, ops=_reading(ops, kept, unread)), found)
+    kept, unread, found = needed(program, ops, fragments)
+    finder = _Finder(replace(program, ops=reading(ops, kept, unread)), found)
     runs = finder.runs(costs)
     return Places(kept, unread, runs, max(_HOT, round(finder.compile_ms(costs) / _MS_A_LAUNCH))) if runs else None
 
 
 def cut_out(program: Program, ops: Sequence[Op], places: Places) -> Clusters:
     """The clusters that `search` found."""
-    return Clusters(_parts(replace(program, ops=_reading(ops, places.kept, places.unread)), places.runs), places.hot)
+    return Clusters(_parts(replace(program, ops=reading(ops, places.kept, places.unread)), places.runs), places.hot)
 
 
-def _needed(
+def needed(
     program: Program, ops: Sequence[Op], fragments: Fragments
 ) -> tuple[list[int], dict[int, list[int]], list[Fragment]]:
     """The places of the ops whose results or checks are needed, what of theirs is not read, and their fragments."""
@@ -117,7 +117,7 @@ def _values(op: Op, fragment: Fragment, parameters: Sequence[Parameter]) -> set[
     return {p.value for p in (*used, *forwarded) if isinstance(p, Operand)} | {written(op, w).value for w in op.writes}
 
 
-def _reading(ops: Sequence[Op], kept: Sequence[int], unread: Mapping[int, Sequence[int]]) -> tuple[Op, ...]:
+def reading(ops: Sequence[Op], kept: Sequence[int], unread: Mapping[int, Sequence[int]]) -> tuple[Op, ...]:
     """The ops that are needed, without the values of tensors of which they take the shape only."""
 
     def argument(given: Any, values: Sequence[int]) -> Any:

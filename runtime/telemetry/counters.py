@@ -19,6 +19,9 @@ class Counters:
 
     regions_planned: int = 0
     regions_clustered: int = 0
+    regions_in_first_tier: int = 0
+    regions_in_pieces: int = 0
+    regions_promoted: int = 0
     regions_climbing: int = 0
     regions_fused: int = 0
     regions_padded: int = 0

@@ -1,0 +1,299 @@
+"""In: programs whose op streams differ from lap to lap. Out: what they cost on `tpu`, cold and warm, beside torch CPU.
+
+A process per program and column; CPU seconds of all laps, CPU milliseconds of the median lap of the last quarter, and
+programs compiled in all and in that quarter. `warm` is a second process on the cache of the first.
+
+    python benchmarks/unseen.py                     # all
+    python benchmarks/unseen.py lists tree --laps 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import peers
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Lap = Callable[[int], Any]
+
+
+def lists(device: str) -> Lap:
+    """A list that grows by an element a lap and is cloned each time, as list states of metrics are."""
+    kept: list[torch.Tensor] = []
+
+    def lap(i: int) -> None:
+        kept.append(torch.full((8,), float(i), device=device))
+        kept[:] = [k.clone() for k in kept]
+        kept[-1].sum().item()
+
+    return lap
+
+
+def scatter(device: str) -> Lap:
+    """Rows that are added one by one: a stream of equal ops, longer from lap to lap."""
+    e, source = torch.zeros(100, 16, device=device), torch.ones(400, 16, device=device)
+    places = torch.randint(100, (400,), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def lap(i: int) -> None:
+        for k in range(20 + 7 * i):
+            e[places[k]] += source[k]
+        e.sum().item()
+
+    return lap
+
+
+def episode(device: str) -> Lap:
+    """REINFORCE: an episode of another length each lap, an action read each step, then one backward over all."""
+    rng = random.Random(0)
+    net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2)).to(device)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+
+    def lap(i: int) -> None:
+        chosen = []
+        for _ in range(rng.randint(8, 40)):
+            probabilities = torch.softmax(net(torch.rand(4).to(device)), -1)
+            action = int(probabilities.argmax().item())
+            chosen.append(torch.log(probabilities[action]))
+        returns = torch.linspace(1, 0, len(chosen)).to(device)
+        returns = (returns - returns.mean()) / (returns.std() + 1e-6)
+        loss = torch.stack([-c * r for c, r in zip(chosen, returns, strict=True)]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return lap
+
+
+def solver(device: str) -> Lap:
+    """An adaptive solver: steps of a size that hangs on an error that is read."""
+    weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(device) * 0.3
+    field = lambda y: torch.tanh(y @ weight)
+
+    def lap(i: int) -> None:
+        y, t, h = torch.linspace(-1, 1, 8, device=device) * (1 + i % 3), 0.0, 0.2
+        while t < 1:
+            k1 = field(y)
+            k2 = field(y + h * k1)
+            error = (h * (k2 - k1)).abs().max().item()
+            if error < 0.05:
+                y, t = y + h / 2 * (k1 + k2), t + h
+            h *= 0.9 if error >= 0.05 else 1.1
+        y.sum().item()
+
+    return lap
+
+
+def batches(device: str) -> Lap:
+    """Training on graphs of new sizes: linear layers and layer norm, plain SGD."""
+    rng = random.Random(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 1)).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+
+    def lap(i: int) -> None:
+        x = torch.rand(rng.randint(40, 400), 16).to(device)
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    return lap
+
+
+def _layer(device: str) -> tuple[nn.Module, ...]:
+    torch.manual_seed(0)
+    made = nn.Embedding(64, 32), nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 64)
+    return tuple(m.to(device) for m in made)
+
+
+def noread(device: str) -> Lap:
+    """Tokens that are generated without a read between them, as many as the lap says."""
+    embedding, qkv, out, head = _layer(device)
+
+    def lap(i: int) -> None:
+        tokens = torch.zeros(1, 4, dtype=torch.long, device=device)
+        with torch.no_grad():
+            for _ in range(12 + i % 9):
+                x = embedding(tokens)
+                q, k, v = qkv(x).chunk(3, -1)
+                x = x + out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+                tokens = torch.cat([tokens, head(x[:, -1]).argmax(-1, keepdim=True)], 1)
+        tokens.tolist()
+
+    return lap
+
+
+def decode(device: str) -> Lap:
+    """A token a lap, with a cache of keys and values that grows by `cat`."""
+    embedding, qkv, out, head = _layer(device)
+    state: dict[str, torch.Tensor] = {"token": torch.zeros(1, 1, dtype=torch.long, device=device)}
+
+    def lap(i: int) -> None:
+        with torch.no_grad():
+            x = embedding(state["token"])
+            q, k, v = qkv(x).chunk(3, -1)
+            for name, new in (("k", k), ("v", v)):
+                state[name] = torch.cat([state[name], new], 1) if name in state else new
+            x = x + out(F.scaled_dot_product_attention(q, state["k"], state["v"]))
+            state["token"] = head(x[:, -1]).argmax(-1, keepdim=True)
+        state["token"].item()
+
+    return lap
+
+
+def lbfgs(device: str) -> Lap:
+    """L-BFGS in double precision, whose line search branches on what it reads."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double().to(device)
+    x = torch.randn(64, 4, dtype=torch.double).to(device)
+    y = torch.sin(x.sum(1, keepdim=True))
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4, history_size=6)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x), y)
+        loss.backward()
+        return loss
+
+    return lambda i: optimizer.step(closure).item()
+
+
+def tree(device: str) -> Lap:
+    """A recursion over a tree that is another one for each sample."""
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    join, leaf = nn.Linear(32, 16).to(device), nn.Embedding(10, 16).to(device)
+    words = torch.arange(10, device=device)
+
+    def value(depth: int) -> torch.Tensor:
+        if depth == 0 or rng.random() < 0.3:
+            return leaf(words[rng.randrange(10)])
+        return torch.tanh(join(torch.cat([value(depth - 1), value(depth - 1)])))
+
+    def lap(i: int) -> None:
+        with torch.no_grad():
+            value(4).sum().item()
+
+    return lap
+
+
+def _training(net: nn.Module, batch: Callable[[], torch.Tensor], loss: Callable[[torch.Tensor], torch.Tensor]) -> Lap:
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+
+    def lap(i: int) -> None:
+        optimizer.zero_grad()
+        found = loss(net(batch()))
+        found.backward()
+        optimizer.step()
+        found.item()
+
+    return lap
+
+
+def gpt(device: str) -> Lap:
+    """A transformer of two layers in training: a fixed body."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+    net = nn.Sequential(nn.Embedding(64, 64), nn.TransformerEncoder(layer, 2), nn.Linear(64, 64)).to(device)
+    tokens = torch.randint(64, (4, 32)).to(device)
+    return _training(net, lambda: tokens, lambda y: F.cross_entropy(y.flatten(0, 1), tokens.flatten()))
+
+
+def cnn(device: str) -> Lap:
+    """A convolutional network in training: a fixed body."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    ).to(device)  # fmt: skip
+    x, y = torch.rand(16, 3, 16, 16).to(device), torch.randint(10, (16,)).to(device)
+    return _training(net, lambda: x, lambda found: F.cross_entropy(found, y))
+
+
+def mlp(device: str) -> Lap:
+    """A network trained on batches of 20 to 90 rows with Adam."""
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)).to(device)
+    return _training(net, lambda: torch.rand(rng.randint(20, 90), 16).to(device), lambda y: y.square().mean())
+
+
+PROGRAMS: dict[str, Callable[[str], Lap]] = {
+    each.__name__: each
+    for each in (lists, scatter, episode, solver, batches, noread, lbfgs, tree, gpt, cnn, decode, mlp)
+}
+
+
+def measure(device: str, program: str, laps: int) -> dict[str, float]:
+    """What so many laps cost this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    late, taken, counts = laps - laps // 4, [], []
+    if device == "tpu":
+        import torchtpu
+
+        compiled = lambda: int(torchtpu.metrics.snapshot()["programs_compiled"])
+    else:
+        compiled = lambda: 0
+    torch.zeros(1, device=device).add(1).item()
+    begun, lap = time.process_time(), PROGRAMS[program](device)
+    for i in range(laps):
+        started = time.process_time()
+        lap(i)
+        taken.append(time.process_time() - started)
+        counts.append(compiled())
+    if device == "tpu":
+        torch.tpu.synchronize()
+    return {
+        "seconds": time.process_time() - begun,
+        "lap_ms": statistics.median(taken[late:]) * 1e3,
+        "compiled": counts[-1],
+        "late": counts[-1] - counts[late - 1],
+    }
+
+
+def run(device: str, program: str, laps: int, cache: str) -> dict[str, float]:
+    """The same in a process of its own."""
+    environment = {**os.environ, **peers.ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
+    environment |= {"TORCHTPU_CACHE_DIR": cache, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(device == "tpu"))}
+    command = [sys.executable, __file__, program, "--laps", str(laps), "--worker", device]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", choices=[[], *PROGRAMS])
+    parser.add_argument("--laps", type=int, default=40)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(measure(options.worker, options.programs[0], options.laps)))
+        return
+    print("| program | torch CPU, ms a lap | cold, CPU s | ms a late lap | compiled, late | warm, CPU s |")
+    print("|---|---|---|---|---|---|", flush=True)
+    total = 0.0
+    for program in options.programs or PROGRAMS:
+        with tempfile.TemporaryDirectory() as cache:
+            cpu, cold, warm = (run(device, program, options.laps, cache) for device in ("cpu", "tpu", "tpu"))
+        total += cold["seconds"]
+        row = f"| {program} | {cpu['lap_ms']:.2f} | {cold['seconds']:.1f} | {cold['lap_ms']:.1f}"
+        print(f"{row} | {cold['compiled']}, {cold['late']} | {warm['seconds']:.1f} |", flush=True)
+    print(f"sum: {total:.1f} CPU s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Tiers: in comes a platform, out go the options that its programs begin with, when they pass on to the usual ones, and
+what its hot programs are tried with.
+
+Whether a program has paid for its next tier is counted by a model of the ops, never by the clock: which programs there
+are hangs on the op streams alone. What loosens the numbers has no place here: tiers differ in the last bits only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torchtpu.runtime.device.client import Options
+from torchtpu.runtime.ir.calls import results_of
+from torchtpu.runtime.ir.program import Op, Program, Random
+
+
+class FirstTier(NamedTuple):
+    """How a platform compiles what it has not seen before: quickly, for code that runs slower.
+
+    With the usual options a program compiles `program_ms` and `op_ms` for each op; without them a launch takes `op_us`
+    longer for each op, `element_ns` for each element that an op makes, `drawn_ns` for a random one, and `launch_us` for
+    each program that it is made of. A piece for whose usual options `large_launches` launches pay is compiled with
+    these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one
+    of the first tier to run meanwhile.
+
+    A region of at least `least_ops` ops is made of pieces where those that are new have at most `most_missing` of the
+    ops that would have to be compiled otherwise; where these are more than `most_ops`, or more than `most_visits` new
+    regions have ended on the region's line, at most as many.
+    """
+
+    options: Options
+    program_ms: float
+    op_ms: float
+    op_us: float
+    element_ns: float
+    drawn_ns: float
+    launch_us: float
+    least_ops: int
+    most_missing: float
+    most_visits: int
+    most_ops: int
+    patience_ms: float
+    large_launches: int
+
+    def may_divide(self, program: Program, is_forced: bool) -> bool:
+        """Whether a program may be made of pieces: should a part of a padded one fail, the whole could not be run as it
+        was recorded."""
+        least = 2 if is_forced else self.least_ops
+        return len(program.ops) >= least and not any(op.padding is not None for op in program.ops)
+
+    def is_large(self, program: Program) -> bool:
+        """Whether a piece is compiled with the usual options from the beginning."""
+        return self.large_launches * self.loss_ms(program, 1) >= self.price_ms(program)
+
+    def price_ms(self, program: Program) -> float:
+        """How long the program compiles with the usual options, about."""
+        return self.program_ms + self.op_ms * len(program.ops)
+
+    def loss_ms(self, program: Program, launches: int) -> float:
+        """How much longer than with them it takes, in so many launches, about."""
+        return self.launch_us * 1e-3 * (launches - 1) + sum(
+            self.op_us * 1e-3 + self._element_ns(op) * 1e-6 * _made(op) for op in program.ops
+        )
+
+    def _element_ns(self, op: Op) -> float:
+        return self.drawn_ns if any(isinstance(argument, Random) for argument in op.args) else self.element_ns
+
+
+def _made(op: Op) -> int:
+    return sum(math.prod(made.sizes) for made in results_of(op))
+
+
+# Version 1, measured with jaxlib 0.10.2 by benchmarks/compile_tiers.py; its README has the figures. A platform that is
+# not named here was not measured, and has one tier.
+FIRST_TIERS: Mapping[str, FirstTier] = {
+    "cpu": FirstTier(
+        (("xla_backend_optimization_level", 0), ("xla_cpu_use_fusion_emitters", False)),
+        program_ms=15.0,
+        op_ms=5.0,
+        op_us=1.0,
+        element_ns=5.0,
+        drawn_ns=350.0,
+        launch_us=15.0,
+        least_ops=5,
+        most_missing=0.78,
+        most_visits=4,
+        most_ops=500,
+        patience_ms=10_000.0,
+        large_launches=8,
+    ),
+}
+
+
+class Sweep(NamedTuple):
+    """What is tried on one platform, in this order; names are for people.
+
+    A variant is compiled where the program has run for `worth` times what it and those before it take to compile.
+    A program from the cache compiles `loading` times as long as it loads.
+    """
+
+    variants: Mapping[str, Options]
+    worth: float
+    loading: float
+
+    def is_due(self, run_ms: float, compile_ms: float, tried: int) -> bool:
+        """Whether one more variant is worth compiling, after so many."""
+        return run_ms > self.worth * compile_ms * (tried + 1)
+
+
+# Version 1, measured with jaxlib 0.10.2 and libtpu 0.0.51 by benchmarks/compile_options.py; its README has the figures.
+SWEEPS: Mapping[str, Sweep] = {
+    "cpu": Sweep(
+        {"memory schedule": (("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),)},
+        worth=20.0,
+        loading=40.0,
+    ),
+}

@@ -1,0 +1,217 @@
+"""New programs are compiled quickly, and well once launches have paid for it: in come launches, out go tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from record_support import Record
+from test_engine import KNOBS, Plan, Work, make_engine
+
+from torchtpu import config, metrics, startup
+from torchtpu.compiler_cache import DirectoryStore
+from torchtpu.runtime import _C
+from torchtpu.runtime import engine as engines
+from torchtpu.runtime.compile.tiers import FIRST_TIERS
+from torchtpu.runtime.device.client import Client, Options
+
+FIRST = FIRST_TIERS["cpu"]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tier of each program that is compiled."""
+    made: list[str] = []
+    compile_ = Client.compile
+
+    def noted(client: Client, text: str, device: int, homes: Any = (), more: Options = ()) -> Any:
+        made.append("first" if more == FIRST.options else "usual")
+        return compile_(client, text, device, homes, more)
+
+    monkeypatch.setattr(Client, "compile", noted)
+    return made
+
+
+class Loop:
+    """One region that is launched again and again, as in a process of its own."""
+
+    def __init__(self, directory: Path, **knobs: Any) -> None:
+        self.knobs = {**KNOBS, "tiers": "on", **knobs}
+        self.engine = make_engine(knob=self.knobs.__getitem__, store=DirectoryStore(directory))
+        with Record() as record:
+            x, w = record.input(torch.randn(4, 3)), record.input(torch.randn(5, 3))
+            y = torch.relu(torch.mm(x, w.t()))
+        self._inputs, self._expected = record.inputs, record.expected(y)
+        self.plan = Plan(record.program(y))
+        self.engine.plan(self.plan)
+
+    def launch(self, count: int) -> None:
+        executable = self.plan.wait()
+        for _ in range(count):
+            work: Any = Work(executable, [self.engine.upload(tensor.clone(), 0) for tensor in self._inputs])
+            self.engine.launch(work)
+            assert work.error is None, work.error
+            torch.testing.assert_close([self.engine.download(array) for array in work.outputs], self._expected)
+            wait(self.engine.compiler.outstanding())
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
+    made: list[Loop] = []
+
+    def make(**knobs: Any) -> Loop:
+        made.append(Loop(tmp_path, **knobs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.engine.close()
+
+
+def paid_after(monkeypatch: pytest.MonkeyPatch, launches: float) -> None:
+    """A program of two ops has then paid for its usual form."""
+    tier = FIRST._replace(program_ms=0.0, op_ms=1e-3 * launches, op_us=1.0, element_ns=0.0)
+    monkeypatch.setattr(engines, "FIRST_TIERS", {"cpu": tier})
+
+
+def test_launches_pay_for_the_usual_form(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
+) -> None:
+    paid_after(monkeypatch, 5)
+    hot = loop()
+    hot.launch(4)
+    assert compiled == ["first"]
+    hot.launch(1)
+    assert compiled == ["first", "usual"]
+    hot.launch(20)
+    assert compiled == ["first", "usual"]
+    counters = hot.engine.counters
+    assert (counters.regions_in_first_tier, counters.regions_promoted) == (1, 1)
+
+
+def test_what_one_launch_pays_for_is_compiled_well_at_once(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
+) -> None:
+    paid_after(monkeypatch, 1)
+    loop().launch(3)
+    assert compiled == ["usual"]
+
+
+def test_another_process_begins_with_the_best_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
+) -> None:
+    paid_after(monkeypatch, 5)
+    loop().launch(2)
+    again = loop()
+    again.launch(2)
+    assert compiled == ["first"]
+    assert again.engine.counters.cache_hits_disk == 1
+    again.launch(10)
+    assert compiled == ["first", "usual"]
+    third = loop()
+    third.launch(20)
+    assert compiled == ["first", "usual"]
+    assert third.engine.counters.regions_in_first_tier == 0
+
+
+@pytest.mark.parametrize("knobs", [{"policy": "block"}, {"deterministic": True}, {"tiers": "off"}])
+def test_where_nothing_may_stand_in_for_the_usual_form_there_is_one_tier(
+    compiled: list[str], loop: Callable[..., Loop], knobs: dict[str, Any]
+) -> None:
+    loop(**knobs).launch(3)
+    assert compiled == ["usual"]
+
+
+def test_in_deterministic_mode_the_first_tier_steps_aside(compiled: list[str], loop: Callable[..., Loop]) -> None:
+    begun = loop()
+    begun.launch(2)
+    begun.knobs["deterministic"] = True
+    begun.launch(2)
+    assert compiled == ["first", "usual"]
+    begun.knobs["deterministic"] = False
+    begun.launch(2)
+    assert begun.engine.counters.regions_promoted == 1
+
+
+def test_a_frozen_process_runs_either_tier(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
+) -> None:
+    loop().launch(1)
+    loop(policy="frozen").launch(3)
+    assert compiled == ["first"]
+
+
+@pytest.mark.bailouts("forms")
+def test_a_usual_form_that_cannot_be_compiled_leaves_the_first_tier_in_use(
+    monkeypatch: pytest.MonkeyPatch, loop: Callable[..., Loop]
+) -> None:
+    paid_after(monkeypatch, 3)
+    compile_ = Client.compile
+
+    def refuse(client: Client, text: str, device: int, homes: Any = (), more: Options = ()) -> Any:
+        if not more:
+            raise RuntimeError("no such luck")
+        return compile_(client, text, device, homes, more)
+
+    monkeypatch.setattr(Client, "compile", refuse)
+    hot = loop()
+    hot.launch(10)
+    assert hot.engine.counters.regions_promoted == 0
+    assert hot.engine.counters.bailouts.counts()
+
+
+def test_large_programs_pay_sooner_than_small_ones() -> None:
+    def launches(size: int) -> float:
+        with Record() as record:
+            y = torch.relu(record.input(torch.zeros(size)))
+        program = record.program(y)
+        return FIRST.price_ms(program) / FIRST.loss_ms(program, 1)
+
+    assert launches(1 << 22) < 1
+    assert launches(64) > 100
+
+
+def test_pieces_of_large_arrays_are_compiled_well_from_the_beginning(compiled: list[str]) -> None:
+    _C.forget_streams()
+    with config.using(tiers="pieces"):
+        for size, tier in ((11, "first"), (1 << 20, "usual")):
+            x = torch.zeros(size, device="tpu")
+            compiled.clear()
+            for i in range(4):
+                x = torch.softmax(x * (i + 5), 0) + x.relu()
+            x[:4].tolist()
+            assert tier in compiled
+            assert size < 100 or compiled.count("usual") > compiled.count("first")
+    _C.forget_streams()
+
+
+def test_a_loop_ends_in_its_usual_form_and_computes_the_same() -> None:
+    def run(device: str) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 400_000, device=device)
+        for i in range(14):
+            x = torch.tanh(x * 1.1) + 0.1
+            x[0].item()
+            if i == 10 and device == "tpu":
+                wait(startup.engine().compiler.outstanding())
+        return x.cpu()
+
+    torch.testing.assert_close(run("tpu"), run("cpu"))
+    assert metrics.snapshot()["regions_promoted"] >= 1
+
+
+def test_deterministic_bits_do_not_hang_on_what_was_compiled_before() -> None:
+    def run() -> torch.Tensor:
+        x = torch.linspace(-1, 1, 1000, device="tpu")
+        for _ in range(3):
+            x = torch.tanh(x * 1.1) + x.std()
+        return x.cpu()
+
+    with config.using(deterministic=True):
+        cold = run()
+    run()
+    with config.using(deterministic=True):
+        assert torch.equal(run(), cold)
