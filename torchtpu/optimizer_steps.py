@@ -39,7 +39,8 @@ def _undo_of(optimizer: Optimizer) -> Callable[[], None] | None:
     states = optimizer.state
     num_known = _num_states.pop(optimizer, len(states))
     made = [weakref.ref(parameter) for parameter in islice(states, num_known, None)]
-    counts = next(iter(states.values()), {}).get("step")
+    first: dict[str, Any] = next(iter(states.values()), {})
+    counts = first.get("step")
     counted: list[torch.Tensor] = []
     if num_known and isinstance(counts, torch.Tensor) and counts.device.type == "cpu":
         counted = [own["step"] for parameter, own in islice(states.items(), num_known) if parameter.grad is not None]
@@ -51,8 +52,10 @@ def _undo_of(optimizer: Optimizer) -> Callable[[], None] | None:
     def undo() -> None:
         now = its()
         if now is not None:
-            for parameter in made:
-                now.state.pop(parameter(), None)
+            for known in made:
+                parameter = known()
+                if parameter is not None:
+                    now.state.pop(parameter, None)
         for count in counted:
             count -= 1
         made.clear()
