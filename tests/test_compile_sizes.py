@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtpu import config, metrics
+from torchtpu.runtime import _C
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 Inputs = tuple[Tensor, ...]
