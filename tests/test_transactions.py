@@ -229,7 +229,7 @@ def refuse_cosh(stage: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(owner, name, lambda *args, **more: refuse() if is_refused(*args) else works(*args, **more))
 
 
-@pytest.mark.bailouts("padding")  # a launch that is refused is one of a padded program, where the sizes were others before
+@pytest.mark.bailouts("padding")  # the launch that is refused may be a padded program's
 @pytest.mark.parametrize(("stage", "settled"), [("lower", 0), ("compile", 0), ("launch", 0), ("launch", 3)])
 def test_a_fault_leaves_what_pytorch_on_the_cpu_has_before_the_op(
     stage: str, settled: int, monkeypatch: pytest.MonkeyPatch
