@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from torchtpu.runtime.execute.executor import Executable
+from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition.pieces import identity
 from torchtpu.runtime.partition.split import Part
