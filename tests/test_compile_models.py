@@ -77,7 +77,7 @@ def test_a_model_is_eagers_with_no_more_graphs_than_elsewhere(
     del state
     torch.tpu.synchronize()
     metrics.reset()
-    with config.using(clusters=False):  # a region is one program, not those of its repeated parts
+    with config.using(clusters=False, tiers="off"):  # a region is one program, not those of its parts
         count, made = frames(model, inputs, "tpu", trains)
     counts = metrics.snapshot()
     assert count <= elsewhere

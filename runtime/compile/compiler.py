@@ -28,8 +28,10 @@ _SMALL = 32  # ops: what compiles in a fraction of a second
 
 
 class _Job(NamedTuple):
-    """A program to be compiled; `ops` and `line` are for people and for the order, 0 where nobody said."""
+    """A program to be compiled, of a digest for a device; `ops` and `line` are for people and for the order, 0 where
+    nobody said."""
 
+    key: tuple[str, int]
     run: Callable[[], None]
     ops: int
     line: str
@@ -86,12 +88,15 @@ class Compiler:
             if flight is not None:
                 self._counters.cache_hits_memory += 1
                 self._flights.move_to_end(flight_key)
+                if is_needed_now and not flight.done():
+                    self._hurry(flight_key)
                 return flight
             if self._is_closed:
                 raise RuntimeError("the compiler is shut down")
             flight = self._flights[flight_key] = Future()
             ops, line = (note or {}).get("ops"), (note or {}).get("line")
             job = _Job(
+                flight_key,
                 lambda: self._build(flight, plan, device, note),
                 ops if isinstance(ops, int) else 0,
                 line if isinstance(line, str) else "an unknown line",
@@ -101,20 +106,33 @@ class Compiler:
                 if self._late_thread is None:
                     self._late_thread = self._start(self._work_later, "torchtpu-compile-later")
             else:
-                self._jobs.append(job)
-                if self._idle == 0 and len(self._threads) < self._max_threads:
-                    self._threads.append(self._start(self._work, f"torchtpu-compile-{len(self._threads)}"))
-                elif self._idle == 0 and job.is_small and self._small_thread is None:
-                    self._small_thread = self._start(self._work_small, "torchtpu-compile-small")
+                self._enqueue(job)
             self._condition.notify_all()
         return flight
 
+    def _enqueue(self, job: _Job) -> None:
+        """Has a job done by the first worker that is free. Under the condition."""
+        self._jobs.append(job)
+        if self._idle == 0 and len(self._threads) < self._max_threads:
+            self._threads.append(self._start(self._work, f"torchtpu-compile-{len(self._threads)}"))
+        elif self._idle == 0 and job.is_small and self._small_thread is None:
+            self._small_thread = self._start(self._work_small, "torchtpu-compile-small")
+
+    def _hurry(self, key: tuple[str, int]) -> None:
+        """Somebody waits for what was to be compiled when nothing else is. Under the condition."""
+        job = next((job for job in self._later if job.key == key), None)
+        if job is not None:
+            self._later.remove(job)
+            self._enqueue(job)
+            self._condition.notify_all()
+
     def has(self, plan: Plan, device: int) -> bool:
-        """Whether a plan's program is there without being compiled: in memory or, by the look of it, in the store."""
+        """Whether a plan's program need not be compiled for whoever asks now: it has been asked for, or is, by the look
+        of it, in the store. How far it has come does not count: what is compiled does not hang on the clock."""
         with self._condition:
             flight = self._flights.get((plan.key.digest, device))
-        if flight is not None:
-            return flight.done() and not flight.cancelled() and flight.exception() is None
+        if flight is not None and (not flight.done() or not (flight.cancelled() or flight.exception())):
+            return True
         return self.is_stored(plan)
 
     def is_stored(self, plan: Plan) -> bool:
