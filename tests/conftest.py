@@ -18,7 +18,8 @@ import torch
 from rotation import number_of_commit
 from xdist.scheduler import LoadFileScheduling
 
-from torchtpu import metrics, startup
+from torchtpu import config, metrics, startup
+from torchtpu.runtime import _C
 from torchtpu.runtime.device import client
 
 SITE = Path(__file__).parent / "site"
@@ -178,3 +179,11 @@ def fresh_dynamo(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     torch._dynamo.reset()
     caplog.get_records("call").clear()
+
+
+@pytest.fixture
+def in_one_tier() -> Iterator[None]:
+    """Each region is one program: in the first tier it may be several, which others share."""
+    _C.forget_streams()
+    with config.using(tiers="off"):
+        yield

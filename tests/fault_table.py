@@ -64,16 +64,16 @@ def loading(patch: pytest.MonkeyPatch) -> None:
 
 def launching(patch: pytest.MonkeyPatch, fails: Any = refuse) -> None:
     executor: Any = startup.engine()._executor
-    works, execute = executor._run, executor._client.execute
+    works, execute = executor.run, executor._client.execute
 
-    def run(work: Any, *rest: Any) -> Any:
+    def run(work: Any, *rest: Any, **named: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             if has_marked_op(work.program.ops):
                 inner.setattr(executor._client, "execute", fails)
                 inner.setattr(executor._client, "execute_together", fails)
-            return works(work, *rest)
+            return works(work, *rest, **named)
 
-    patch.setattr(executor, "_run", run)
+    patch.setattr(executor, "run", run)
     assert execute
 
 
@@ -93,15 +93,15 @@ def launching_too_late(patch: pytest.MonkeyPatch) -> None:
         return run
 
     executor: Any = startup.engine()._executor
-    run_works = executor._run
+    run_works = executor.run
 
-    def run(work: Any, *rest: Any) -> Any:
+    def run(work: Any, *rest: Any, **named: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             if has_marked_op(work.program.ops):
                 inner.setattr(client, "execute", fail_after(client.execute))
-            return run_works(work, *rest)
+            return run_works(work, *rest, **named)
 
-    patch.setattr(executor, "_run", run)
+    patch.setattr(executor, "run", run)
 
 
 def filling_the_disk(patch: pytest.MonkeyPatch) -> None:

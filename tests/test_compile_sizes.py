@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtpu import config, metrics
-from torchtpu.runtime import _C
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "in_one_tier")
 Inputs = tuple[Tensor, ...]
 
 
@@ -124,15 +123,6 @@ def test_training_with_a_surplus_has_the_true_gradients(make: Callable[[], nn.Mo
         assert_as_on_cpu(made, torch.utils._pytree.tree_map(torch.Tensor.detach, expected))
 
 
-@pytest.fixture
-def in_one_tier() -> Iterator[None]:
-    """Each region is one program: in the first tier it may be several, which others share."""
-    _C.forget_streams()
-    with config.using(tiers="off"):
-        yield
-
-
-@pytest.mark.usefixtures("in_one_tier")
 def test_forty_batch_sizes_and_lengths_take_eight_programs() -> None:
     torch.manual_seed(0)
     module = Language().eval()
@@ -150,7 +140,6 @@ def test_forty_batch_sizes_and_lengths_take_eight_programs() -> None:
     assert counts["cpu_fallbacks"] == {}
 
 
-@pytest.mark.usefixtures("in_one_tier")
 def test_a_training_step_of_any_size_is_one_launch_of_a_few_programs() -> None:
     torch.manual_seed(0)
     module = Language().to("tpu")

@@ -15,6 +15,8 @@ from torchtpu import config, metrics, startup
 from torchtpu.runtime.padding import evaluate
 from torchtpu.runtime.padding.layout import room_for
 
+pytestmark = pytest.mark.usefixtures("in_one_tier")
+
 LENGTHS = [3, 4, 5, 6, 7, 9, 12, 20, 31, 32, 33, 40, 8]
 
 
