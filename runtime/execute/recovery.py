@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime.ir.calls import results_of, written
-from torchtpu.runtime.ir.program import Op, Operand, Program, Random, Write
+from torchtpu.runtime.ir.program import Op, Operand, Program, Random, Result, Write
 from torchtpu.runtime.ir.values import bases_of, rewrite, size_of
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.partition.recompute import live_bytes
@@ -114,10 +114,10 @@ class Recovery:
         guard, are what they were meant to be, or what their storages held right before that op."""
         program: Program = work.program
         _take_back(work, place)
-        _, restored = versions_at(program, place, self._is_constant)
         bases = bases_of(program)
+        changed = {made.value for op in program.ops[place:] for made in results_of(op) if _has_older(op, made)}
         for k, (array, guard) in sound.items():
-            if k in restored:
+            if program.outputs[k] in changed:
                 work.restore(k, bases[program.outputs[k]], array, guard)
             else:
                 work.keep(k, array, guard)
@@ -164,6 +164,11 @@ class Recovery:
             return next(self._read(op), None) is None
         except Exception:  # noqa: BLE001 -- it has no lowering, which may be what failed
             return False
+
+
+def _has_older(op: Op, made: Result | Write) -> bool:
+    """Whether what an op makes is a later version of a storage."""
+    return isinstance(made, Write) and written(op, made).value is not None
 
 
 def _take_back(work: Any, place: int) -> None:
