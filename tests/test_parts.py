@@ -130,7 +130,7 @@ def test_a_part_that_fails_fails_what_depends_on_it(engine: Engine) -> None:
     executables[1].run = None
     work = launched(engine, None, record)
     Sequence(program, parts, executables.__getitem__).run(work, engine.launch)
-    assert list(work.spoiled) == [1] and "could not be launched" in str(work.spoiled[1])
+    assert list(work.kept) == [0] and "could not be launched" in str(work.error)  # what is not kept fails
 
 
 def test_a_failed_check_is_raised_by_values_of_later_parts_alone(

@@ -74,7 +74,7 @@ class Executor:
         if work.stopped_by is not None and not executable.meets_others:
             self._roll_back(work, work.stopped_by)
             return
-        if PaddedArray.exist and not executable.takes_padding:
+        if PaddedArray.exist and not executable.takes_padding and not isinstance(work, PaddedWork):
             work = without_surplus(self._client, self.counters, work)
         executable.launch(work, self)
 

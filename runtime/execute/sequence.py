@@ -114,7 +114,8 @@ class Sequence:
             if value in state.errors:
                 if value in state.restored:
                     work.restore(k, *state.restored[value])
-                work.spoil(k, state.errors[value])
+                if state.errors[value] is not state.stopped_by:  # else it fails with the work: who sees it, sees both
+                    work.spoil(k, state.errors[value])
             elif state.stopped_by is not None:
                 work.keep(k, state.arrays[value], state.guards.get(value))
         if state.stopped_by is not None:
