@@ -239,7 +239,8 @@ def test_random_shapes_and_ops_leave_nothing_behind(tmp_path: Path, kind: str, s
     caps = {"TORCHTPU_MAX_TRIE_NODES": "500", "TORCHTPU_MAX_PROGRAMS": "40", "TORCHTPU_MAX_FRAGMENTS": "200"}
     made = child(tmp_path, kind, seconds, 0, TORCHTPU_CACHE="off", **caps)
     assert made["streams_forgotten"] > 0
-    assert made["trie_nodes"] <= 600 and made["trie_plans"] <= 80
+    # Regions in flight, 32 of some six ops, are forgotten once they have run.
+    assert made["trie_nodes"] <= 500 + 32 * 6 and made["trie_plans"] <= 80
     assert made["array_shapes"] <= 4096
     if seconds > 60:  # by then every cache is full
         resident = made["resident"][10:]
