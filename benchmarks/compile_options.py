@@ -37,7 +37,7 @@ def variants(words: list[str], platform: str) -> dict[str, Options]:
         return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
 
     asked = {word: ((word.partition("=")[0], value(word.partition("=")[2])),) for word in words}
-    return asked or dict(SWEEPS[platform].variants)
+    return asked or dict(SWEEPS[platform].options)
 
 
 def measure(workload: str, tried: dict[str, Options], rounds: int) -> list[list[str]]:
@@ -100,7 +100,7 @@ def code_of(serialized: bytes) -> list[bytes]:
 
 def estimate(workload: str, tried: dict[str, Options], target: str) -> list[list[str]]:
     """Per option the ratios of cycles, bytes and temporary memory to those with the usual ones."""
-    from torchtpu.cli.worker import Worker
+    from torchtpu.cli.worker import WarmWorker
     from torchtpu.compiler_cache import NullStore
     from torchtpu.runtime.compile.aot import AotClient
     from torchtpu.runtime.ir.manifest import decode_recorded
@@ -111,7 +111,7 @@ def estimate(workload: str, tried: dict[str, Options], target: str) -> list[list
         launched = json.loads(tpu_cost.run_self(script, ["--record", workload], {**os.environ, **knobs}))
         lines = [json.loads(line) for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
     programs = {line["identity"]: decode_recorded(line["program"]).program for line in lines if "program" in line}
-    worker, client = Worker(target, NullStore("each option is compiled once")), AotClient(target)
+    worker, client = WarmWorker(target, NullStore("each option is compiled once")), AotClient(target)
     texts = [worker.plan(programs[identity]).text() for identity in launched]
     usual, rows = None, []
     for name, options in {"usual": (), **tried}.items():

@@ -98,11 +98,11 @@ class _Compiler:
     """Compiles programs for all chips of a slice."""
 
     def __init__(self, target: str) -> None:
-        from torchtpu.cli.worker import Worker
+        from torchtpu.cli.worker import WarmWorker
         from torchtpu.compiler_cache import NullStore
         from torchtpu.runtime.compile.aot import AotClient
 
-        self._worker = Worker(target, NullStore("every cost is wanted"))
+        self._worker = WarmWorker(target, NullStore("every cost is wanted"))
         self._client = AotClient(target)
         self._known: dict[Any, Any] = {}
 

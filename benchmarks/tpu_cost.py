@@ -59,10 +59,10 @@ def record(workload: str) -> list[str]:
 def cost_of_recorded(workload: str, target: str) -> list[dict[str, Any]]:
     """The cost of each program of a step."""
     from torchtpu import startup
-    from torchtpu.cli.worker import Worker
+    from torchtpu.cli.worker import WarmWorker
     from torchtpu.runtime.ir.manifest import decode_recorded
 
-    worker = Worker(target, startup.open_store())
+    worker = WarmWorker(target, startup.open_store())
     with tempfile.TemporaryDirectory() as folder:
         knobs = {"TORCHTPU_TARGET": target, "TORCHTPU_READS": "standin", "TORCHTPU_JOURNAL": folder}
         launched = json.loads(run_self(__file__, ["--record", workload], {**os.environ, **knobs}))

@@ -10,9 +10,9 @@ if __name__ != "torchtpu.compiler_cache":
 
 from .bundle import BundleError, Imported, export_bundle, import_bundle
 from .catalog import EntryFile, Nearest
-from .entry import DamagedEntry, Entry, Note
+from .entry import CacheEntry, DamagedEntry, Note
 from .files import UNREADABLE, cause_of
-from .key import Difference, Key, difference, explain, fingerprint
+from .key import Key, KeyDifference, difference, explain, fingerprint
 from .locate import default_directory, open_store, parse_nbytes
 from .store import DirectoryStore, NullStore, Stats, Store
 from .target import Target, canonical_text, compiler_line, host_cpu_features, program_digest, program_key
@@ -21,13 +21,13 @@ from .trust import untrusted
 __all__ = [
     "UNREADABLE",
     "BundleError",
+    "CacheEntry",
     "DamagedEntry",
-    "Difference",
     "DirectoryStore",
-    "Entry",
     "EntryFile",
     "Imported",
     "Key",
+    "KeyDifference",
     "Nearest",
     "Note",
     "NullStore",

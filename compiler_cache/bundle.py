@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from .entry import VERSION, DamagedEntry, Entry, decode_whole, encode
+from .entry import VERSION, CacheEntry, DamagedEntry, decode_whole, encode
 from .files import UNREADABLE, cause_of, opened
 from .key import Key
 from .store import DirectoryStore, Store
@@ -193,7 +193,7 @@ def _store_members(store: Store, file: BinaryIO, members: list[Member], listed: 
     return Imported(stored, present, tuple(refused))
 
 
-def _announced(file: BinaryIO, member: Member, nbytes: int, digest: str) -> Entry:
+def _announced(file: BinaryIO, member: Member, nbytes: int, digest: str) -> CacheEntry:
     """The entry that `member` holds, which must be of this size and sha256."""
     # Nothing is ever unpacked by its name: a member is bytes that the manifest announces and that are an entry.
     raw = member.read(file) if member.is_plain and member.nbytes == nbytes else b""
@@ -202,7 +202,7 @@ def _announced(file: BinaryIO, member: Member, nbytes: int, digest: str) -> Entr
     return _named(member.name, decode_whole(raw))
 
 
-def _named(name: str, entry: Entry) -> Entry:
+def _named(name: str, entry: CacheEntry) -> CacheEntry:
     """The entry, which must be the one called `name`."""
     if f"{entry.key.kind}/{entry.key.digest}" != name:
         raise DamagedEntry(f"it holds {entry.key.kind}/{entry.key.digest}")

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from .entry import VERSION, Entry
+from .entry import VERSION, CacheEntry
 from .files import UNREADABLE, cause_of, opened_entry, read_entry
-from .key import Difference, Key, difference
+from .key import Key, KeyDifference, difference
 
 LAYOUT = f"v{VERSION}"
 LOCKS = "locks"
@@ -34,7 +34,7 @@ class EntryFile(NamedTuple):
     nbytes: int
     used: float
 
-    def read(self) -> Entry:
+    def read(self) -> CacheEntry:
         """Its key, note and payload; DamagedEntry or OSError where it cannot be read whole."""
         return read_entry(self.path)
 
@@ -43,7 +43,7 @@ class Nearest(NamedTuple):
     """The entry whose key has the fewest parts that differ from the wanted one."""
 
     entry: EntryFile
-    differences: tuple[Difference, ...]
+    differences: tuple[KeyDifference, ...]
 
 
 class Swept(NamedTuple):

@@ -33,7 +33,7 @@ class DamagedEntry(ValueError):
     """A file that is not a whole, unchanged entry of this format for the expected key."""
 
 
-class Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     """What an entry holds; the note is information for people and is no part of the key."""
 
     key: Key
@@ -60,7 +60,7 @@ def encode(key: Key, payload: bytes, note: Note) -> bytes:
     return b"".join((lengths, total.digest(), key.encoded, note_text))
 
 
-def decode(head: bytes, labels: bytes, payload: bytes, expected: Key | None = None) -> Entry:
+def decode(head: bytes, labels: bytes, payload: bytes, expected: Key | None = None) -> CacheEntry:
     """The entry of a file that reads `head`, `labels` (key and note), `payload`; DamagedEntry where anything is off."""
     lengths = read_lengths(head)
     if len(labels) != lengths.key + lengths.note or len(payload) != lengths.payload:
@@ -81,10 +81,10 @@ def decode(head: bytes, labels: bytes, payload: bytes, expected: Key | None = No
         raise DamagedEntry(str(error)) from error
     if not (isinstance(note, dict) and all(map(_is_fact, note.values()))):
         raise DamagedEntry("its note is none")
-    return Entry(key, note, payload)
+    return CacheEntry(key, note, payload)
 
 
-def decode_whole(content: bytes) -> Entry:
+def decode_whole(content: bytes) -> CacheEntry:
     """The entry that a file with this content is; DamagedEntry where it is none."""
     head = content[:HEAD_BYTES]
     lengths = read_lengths(head)

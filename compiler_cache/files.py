@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from .entry import HEAD_BYTES, DamagedEntry, Entry, Lengths, decode, read_lengths
+from .entry import HEAD_BYTES, CacheEntry, DamagedEntry, Lengths, decode, read_lengths
 from .key import Key
 from .trust import untrusted_file
 
@@ -61,7 +61,7 @@ def opened_entry(path: Path, *, named_by_user: bool = False) -> Iterator[tuple[B
 
 def read_entry(
     path: Path, expected: Key | None = None, *, named_by_user: bool = False, renew_seconds: float | None = None
-) -> Entry:
+) -> CacheEntry:
     """The entry at `path`; DamagedEntry or OSError where it cannot be read whole, unchanged and by nobody else's hand.
 
     The use is noted in its modification time where the last was more than `renew_seconds` ago.

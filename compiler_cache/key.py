@@ -47,7 +47,7 @@ class Key:
         return key
 
 
-class Difference(NamedTuple):
+class KeyDifference(NamedTuple):
     """One named part in which two keys differ; None for a part that one of them lacks."""
 
     name: str
@@ -55,12 +55,12 @@ class Difference(NamedTuple):
     right: str | None
 
 
-def difference(left: Key, right: Key) -> tuple[Difference, ...]:
+def difference(left: Key, right: Key) -> tuple[KeyDifference, ...]:
     """The parts in which two keys differ, by name; empty exactly when the keys are equal."""
     old: dict[str, str | int | bool | None] = {"kind": left.kind, **dict(left.parts)}
     new: dict[str, str | int | bool | None] = {"kind": right.kind, **dict(right.parts)}
     return tuple(
-        Difference(name, _text(old[name]) if name in old else None, _text(new[name]) if name in new else None)
+        KeyDifference(name, _text(old[name]) if name in old else None, _text(new[name]) if name in new else None)
         for name in sorted(old.keys() | new.keys())
         if name not in old or name not in new or json.dumps(old[name]) != json.dumps(new[name])
     )

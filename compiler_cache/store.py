@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar, final
 
 from . import catalog
-from .entry import DamagedEntry, Entry, Note, encode
+from .entry import CacheEntry, DamagedEntry, Note, encode
 from .files import UNREADABLE, cause_of, read_entry
 from .flight import Flights, KeyLock, Lease
 from .key import Key
@@ -239,7 +239,7 @@ class DirectoryStore(Store):
         """The local entry whose key differs from `key` in the fewest parts."""
         return None if self.directory is None else catalog.nearest(self.directory, key)
 
-    def find(self, kind: str, digest: str) -> Entry | None:
+    def find(self, kind: str, digest: str) -> CacheEntry | None:
         """The undamaged entry of that name, from the directory or a layer; None where there is none."""
         for directory in self._directories():
             with suppress(*UNREADABLE):
@@ -325,7 +325,7 @@ class DirectoryStore(Store):
     def _directories(self) -> tuple[Path, ...]:
         return self.layers if self.directory is None else (self.directory, *self.layers)
 
-    def _read(self, key: Key) -> Entry | None:
+    def _read(self, key: Key) -> CacheEntry | None:
         if key.digest in self._refused:
             return None
         for directory in self._directories():

@@ -1,4 +1,4 @@
-"""Rehearsing: in come the recorder's callbacks, out goes a journal of programs; nothing is compiled or run.
+"""Dry run: in come the recorder's callbacks, out goes a journal of programs; nothing is compiled or run.
 
 Stands in for the engine where a program is to be collected without a device. Values are shapes without memory; a read
 is answered with zeros, or refused.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtpu.runtime.ir.calls import results_of
-from torchtpu.runtime.ir.manifest import Journal, Outcome
+from torchtpu.runtime.ir.manifest import Journal, ProgramOutcome
 from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.padding.layout import Layouts, Refused
@@ -24,14 +24,14 @@ from torchtpu.runtime.telemetry.counters import Counters
 _KEPT_BYTES = 1 << 20  # an upload this small is kept: reading it back is no guess
 
 
-class Rehearsed(NamedTuple):
+class DryExecutable(NamedTuple):
     """What a plan is given: the arrays that its program would make, and the tickets of its collectives."""
 
     outputs: list[Base]
     tickets: list[Any]
 
 
-class StandIn:
+class FakeValue:
     """A device array that is only described; `value` where it is known."""
 
     __slots__ = ("base", "value")
@@ -41,7 +41,7 @@ class StandIn:
         self.value = value
 
 
-class Rehearsal:
+class DryRun:
     """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Rehearsal:
         else:
             for made in self._made_of(program, plan.before):
                 self._note(made)
-        plan.ready(Rehearsed(_outputs(program), [call.args[1] for call in calls]))
+        plan.ready(DryExecutable(_outputs(program), [call.args[1] for call in calls]))
 
     def _made_of(self, program: Program, before: Any) -> list[Program]:
         """What an engine would make of a program: a padded one, or parts, where sizes keep changing."""
@@ -98,7 +98,7 @@ class Rehearsal:
 
     def _note(self, program: Program) -> None:
         identity = self._journal.program(program)
-        self._journal.outcome(Outcome(identity, "recorded"))
+        self._journal.outcome(ProgramOutcome(identity, "recorded"))
 
     def is_prompt(self, work: Any) -> bool:
         return False
@@ -106,18 +106,18 @@ class Rehearsal:
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
         self.counters.launches += 1
-        rehearsed: Rehearsed = work.executable
-        if rehearsed.tickets:
-            self._collectives.launch([number_of(ticket, work) for ticket in rehearsed.tickets], lambda: None)
-        work.done([StandIn(base) for base in rehearsed.outputs], [])
+        dry: DryExecutable = work.executable
+        if dry.tickets:
+            self._collectives.launch([number_of(ticket, work) for ticket in dry.tickets], lambda: None)
+        work.done([FakeValue(base) for base in dry.outputs], [])
 
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         """Describes the tensor; a small one is kept."""
         self.counters.uploads += 1
         base = Base(tuple(tensor.shape), tensor.dtype)
-        return StandIn(base, tensor if tensor.nbytes <= _KEPT_BYTES else None)
+        return FakeValue(base, tensor if tensor.nbytes <= _KEPT_BYTES else None)
 
-    def download(self, array: StandIn) -> torch.Tensor:
+    def download(self, array: FakeValue) -> torch.Tensor:
         """The value where it is known, else zeros; RuntimeError where reads are refused."""
         self.counters.downloads += 1
         if array.value is not None:

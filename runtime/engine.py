@@ -27,24 +27,24 @@ from .compile.failing import failing
 from .compile.plan_cache import Plans
 from .compile.stock import Piece
 from .compile.tiers import FIRST_TIERS, SWEEPS
-from .compile.variants import RegionForms, UnbuiltError, Workshop
+from .compile.variants import NotBuiltError, RegionVariants, VariantBuilder
 from .device.client import Client
-from .device.process_group import Fleet
-from .execute.checks import Guard, recorded_at
+from .device.process_group import ProcessGroup
+from .execute.checks import PendingCheck, recorded_at
 from .execute.executor import Executor
 from .execute.fitting import Fitting
 from .execute.memory import Memory
 from .execute.recovery import Recovery
-from .ir.calls import Entry, Lowerings
-from .ir.manifest import Journal, Outcome, Recorded
+from .ir.calls import LoweringEntry, Lowerings
+from .ir.manifest import Journal, ProgramOutcome, RecordedProgram
 from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
 from .lowering.fragments import Fragments
 from .padding.arrays import PaddedExecutable, download
-from .padding.layout import Layouts, Padded, check_unequal
+from .padding.layout import Layouts, PaddedProgram, check_unequal
 from .partition.clusters import Clusters
 from .partition.split import ends_of_runs, split
-from .spmd.builder import Joints
+from .spmd.builder import SpmdBuilder
 from .spmd.regions import Collectives
 from .telemetry import log
 from .telemetry.counters import Counters
@@ -70,8 +70,8 @@ class Engine:
         *,
         platform: str,
         num_devices: int,
-        lowerings: Mapping[str, Entry],
-        platform_lowerings: Mapping[tuple[str, str], Entry],
+        lowerings: Mapping[str, LoweringEntry],
+        platform_lowerings: Mapping[tuple[str, str], LoweringEntry],
         served: Mapping[str, str],
         context: Callable[..., Any],
         counters: Counters,
@@ -85,12 +85,14 @@ class Engine:
         collectives: Collectives | None = None,
         is_structural: IsStructural = lambda *_: False,
         is_special: IsStructural = lambda *_: False,
-        fleet: Fleet | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self._observers = observers
         self._planned = planned
         self.counters = counters
-        self.client = Client(platform, num_devices, excess_precision=knob("excess_precision"), fleet=fleet)
+        self.client = Client(
+            platform, num_devices, excess_precision=knob("excess_precision"), process_group=process_group
+        )
         self._knob = knob
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
@@ -114,20 +116,20 @@ class Engine:
         )
         self._journal = journal
         self._builder = Builder(self.client, self.plans, self.compiler, counters, knob, journal, observers)
-        self._joints = collectives and Joints(
+        self._spmd = collectives and SpmdBuilder(
             self.client, self.plans, self.compiler, collectives, is_structural, self._builder, observers
         )
         # What is collected for other machines is what they start with: what was faster here does not count.
         sweep, choices = (None, NullStore("programs are collected")) if journal else (SWEEPS.get(platform), store)
         # Ranks compute the same bits, each in its own time.
-        first = None if journal or fleet else FIRST_TIERS.get(platform)
-        self._workshop = Workshop(self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first)
+        first = None if journal or process_group else FIRST_TIERS.get(platform)
+        self._variants = VariantBuilder(self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first)
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
 
         def may_run_again(program: Program, error: Exception) -> bool:
-            is_alone = not (self._joints and self._joints.concern(program))  # else other ranks may have run it
+            is_alone = not (self._spmd and self._spmd.concern(program))  # else other ranks may have run it
             return is_alone and not isinstance(error, NotCompiledError)
 
         def recovery(launch: Callable[[Any], None]) -> Recovery:
@@ -154,16 +156,16 @@ class Engine:
             program, device = plan.program, plan.device
             if "cluster" in self._knob("log"):
                 log.write(str(program))
-            joint = self._joints.executable(program, device) if self._joints else None
-            if joint is not None:
-                plan.ready(joint)
+            spmd = self._spmd.executable(program, device) if self._spmd else None
+            if spmd is not None:
+                plan.ready(spmd)
             else:
                 failed: list[tuple[str, Exception]] = []  # optimisations
                 self._make(plan, self._ways(plan, program, failed), failed)
         except Exception as error:  # noqa: BLE001 -- whoever reads the region's values raises it
             if self._journal is not None and program is not None:
                 identity = self._journal.program(program)
-                self._journal.outcome(Outcome(identity, "failed", error=f"{type(error).__name__}: {error}"))
+                self._journal.outcome(ProgramOutcome(identity, "failed", error=f"{type(error).__name__}: {error}"))
             plan.failed(_unlowered(error, plan.line, plan.run))
 
     def _make(self, plan: Any, ways: Iterator[Way], failed: list[tuple[str, Exception]]) -> None:
@@ -223,7 +225,7 @@ class Engine:
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
         try:
-            pieces = self._workshop.known_pieces(program, device)
+            pieces = self._variants.known_pieces(program, device)
         except Exception as error:  # noqa: BLE001 -- as below
             pieces = []
             failed.append(("pieces", error))
@@ -247,7 +249,7 @@ class Engine:
     def _form(self, program: Program, clusters: Clusters | None, device: int) -> Future[Any]:
         """A program as it is."""
         if clusters and self._journal is not None:
-            self._journal.outcome(Outcome(self._journal.program(program), "recorded"))
+            self._journal.outcome(ProgramOutcome(self._journal.program(program), "recorded"))
         ready = self._begin(program, lambda: clusters, device, [])
         self.counters.regions_clustered += bool(clusters)
         return ready
@@ -255,12 +257,12 @@ class Engine:
     def _begin(
         self, program: Program, clusters: Callable[[], Clusters | None], device: int, pieces: list[Piece]
     ) -> Future[Any]:
-        ready = RegionForms(self._workshop, program, clusters, device, pieces).start()
+        ready = RegionVariants(self._variants, program, clusters, device, pieces).start()
         self.counters.regions_planned += 1
         self._planned(program)
         return ready
 
-    def _with_padding(self, padded: Padded, device: int) -> Future[Any]:
+    def _with_padding(self, padded: PaddedProgram, device: int) -> Future[Any]:
         """What runs a padded program."""
         program, made = padded.program, Future[Any]()
         known = self._padded.get((program, device))
@@ -279,13 +281,13 @@ class Engine:
     def _clusters(self, program: Program) -> Clusters | None:
         return self.plans.clusters(program) if self._knob("clusters") else None
 
-    def _pad(self, program: Program, others: Sequence[Program], *, alone: bool = False) -> Padded | None:
+    def _pad(self, program: Program, others: Sequence[Program], *, alone: bool = False) -> PaddedProgram | None:
         """The program padded, with other sizes of it in view, or as those alone made it elsewhere; None where it is
         better left as it is."""
         if self._knob("debug_nans") != "off":  # what does not count may be NaN
             return None
 
-        def check(padded: Padded) -> None:
+        def check(padded: PaddedProgram) -> None:
             ops = [op for op in padded.program.ops if op.padding is not None]
             for op, (fragment, _) in zip(ops, self.fragments.find(ops), strict=True):
                 check_unequal(op, fragment.unequal, padded.numbers, program.ints)
@@ -304,9 +306,9 @@ class Engine:
         if "cluster" in self._knob("log"):
             log.write(f"tpu: not padded: {error} (the region at {program.line})")
 
-    def load(self, recorded: Iterable[Recorded], device: int = 0) -> list[Future[Loaded]]:
+    def load(self, recorded: Iterable[RecordedProgram], device: int = 0) -> list[Future[Loaded]]:
         """Asks for the programs of a manifest before anything needs them."""
-        alone = [r for r in recorded if not (self._joints and self._joints.concern(r.program))]
+        alone = [r for r in recorded if not (self._spmd and self._spmd.concern(r.program))]
         found = [(r, self._builder.find(r.program, is_flat=r.is_flat)) for r in alone]
         return [self._builder.submit(r.program, plan, device, is_flat=r.is_flat).flight for r, plan in found]
 
@@ -325,7 +327,7 @@ class Engine:
         self.counters.bytes_downloaded += nbytes_of(array)
         return download(self.client, array)
 
-    def resolve(self, guard: Guard) -> None:
+    def resolve(self, guard: PendingCheck) -> None:
         """Waits for a guard's device-side checks and raises the error of the first that failed."""
         guard.resolve()
 
@@ -364,7 +366,7 @@ def _unlowered(error: BaseException, line: str, run: str) -> BaseException:
 
 def _explained(error: BaseException, plan: Any) -> BaseException:
     """The error of a region that was not compiled."""
-    if not isinstance(error, UnbuiltError):
+    if not isinstance(error, NotBuiltError):
         return error
     about, error = error.about, error.__cause__ or error
     place = recorded_at(about.line, plan.run)

@@ -226,7 +226,7 @@ def manifests() -> Target:
     from torchtpu.runtime.ir import manifest
 
     programs = [test_manifest.PROGRAM, test_plans.at_an_offset()]
-    recorded = [manifest.Recorded(program, guessed_since="train.py:1") for program in programs]
+    recorded = [manifest.RecordedProgram(program, guessed_since="train.py:1") for program in programs]
     corpus = [json.dumps(manifest._encode_recorded(one)).encode() for one in recorded]
 
     def read(data: bytes) -> bool:

@@ -60,16 +60,16 @@ class Sweep(lowering_check.Check):
     def _compare_lowering(
         self, entry: Any, func: Any, args: Any, kwargs: Any, expected: list[Any], truth: Any
     ) -> Iterator[str]:
-        verdict = self.verdicts.setdefault(entry.name, Verdict())
+        result = self.verdicts.setdefault(entry.name, Verdict())
         call = _Sample(entry, func, args, kwargs, expected, self.platform)
         for size in call.sizes():
             try:
                 call.check(size)
-                verdict.served += 1
+                result.served += 1
             except _WrongError as error:
-                verdict.wrong.append(f"size {size}: {error}")
+                result.wrong.append(f"size {size}: {error}")
             except Exception as error:  # why it is compiled for each size
-                verdict.reasons[_reason(error)] += 1
+                result.reasons[_reason(error)] += 1
         yield from ()
 
 
@@ -105,7 +105,7 @@ class _Sample:
         """Compares three lengths in place of the size; raises _WrongError, or why there is nothing to compare."""
         import jax
 
-        from torchtpu.runtime.ir.program import Part
+        from torchtpu.runtime.ir.program import PaddedExtent
         from torchtpu.runtime.padding.evaluate import Symbols
         from torchtpu.runtime.padding.layout import Refused
 
@@ -113,7 +113,7 @@ class _Sample:
         variable = symbols.size("a")
         call = self._call(size, variable)
         shapes = [tuple("a" if n == size else n for n in np.shape(leaf)) for leaf in self._leaves]
-        parts = [Part(shape, shape) if "a" in shape else None for shape in shapes]
+        parts = [PaddedExtent(shape, shape) if "a" in shape else None for shape in shapes]
         wanted = [_sizes_of(t, size, variable) for t in self._expected]
 
         def symbolic(*given: Any) -> list[Any]:
@@ -219,15 +219,15 @@ def summary(verdicts: dict[str, Verdict], *, verbose: bool = False) -> str:
     """How many lowerings are served, and why the others are not."""
     counts: Counter[str] = Counter()
     lines = []
-    for name, verdict in sorted(verdicts.items()):
-        kind = "wrong" if verdict.wrong else "served" if verdict.served else "not" if verdict.reasons else "no size"
+    for name, result in sorted(verdicts.items()):
+        kind = "wrong" if result.wrong else "served" if result.served else "not" if result.reasons else "no size"
         counts[kind] += 1
         if kind == "wrong":
-            lines.append(f"{name:44} WRONG {verdict.wrong[0]}")
+            lines.append(f"{name:44} WRONG {result.wrong[0]}")
         elif kind == "not":
-            lines.append(f"{name:44} {verdict.reasons.most_common(1)[0][0]}")
+            lines.append(f"{name:44} {result.reasons.most_common(1)[0][0]}")
         elif verbose:
-            lines.append(f"{name:44} {kind} {verdict.served}")
+            lines.append(f"{name:44} {kind} {result.served}")
     lines.append(
         f"{counts.total()} lowerings reached: {counts['served']} served, {counts['not']} compiled for each size, "
         f"{counts['no size']} without a size of {LEAST_SIZE} or more in their samples, {counts['wrong']} wrong"
@@ -251,13 +251,13 @@ def main() -> int:
     names = options.names or part_of(number, of)
     found: dict[str, Verdict] = {}
     for name in names:
-        for op, verdict in sweep([name], lowerings).items():
+        for op, result in sweep([name], lowerings).items():
             known = found.setdefault(op, Verdict())
-            known.served += verdict.served
-            known.reasons += verdict.reasons
-            known.wrong += verdict.wrong
+            known.served += result.served
+            known.reasons += result.reasons
+            known.wrong += result.wrong
     print(summary(found, verbose=options.verbose))
-    return 1 if any(verdict.wrong for verdict in found.values()) else 0
+    return 1 if any(result.wrong for result in found.values()) else 0
 
 
 if __name__ == "__main__":

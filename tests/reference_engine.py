@@ -93,7 +93,7 @@ class ReferenceEngine:
                 self.slices += work.is_slice
             for k, output in enumerate(outputs):
                 if output is None:
-                    work.spoil(k, errors[0][0])
+                    work.poison(k, errors[0][0])
             work.done(outputs, [])
 
     def upload(self, tensor: torch.Tensor, device: int) -> Buffer:

@@ -101,9 +101,9 @@ def test_a_region_whose_search_for_clusters_raises_is_compiled_whole(monkeypatch
 @pytest.mark.bailouts("clusters")
 @pytest.mark.usefixtures("all_anew")
 def test_a_region_whose_clusters_are_not_compiled_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = variants.RegionForms.start
+    start = variants.RegionVariants.start
     monkeypatch.setattr(engine.Engine, "_clusters", lambda self, p: Clusters(split(p, [2]), sys.maxsize))
-    monkeypatch.setattr(variants.RegionForms, "start", lambda self: fails_later() if self._clusters else start(self))
+    monkeypatch.setattr(variants.RegionVariants, "start", lambda self: fails_later() if self._clusters else start(self))
     check(once, "clusters")
 
 
@@ -114,22 +114,22 @@ def test_a_region_that_is_not_split_where_its_sizes_change_is_compiled_whole(mon
     check(lambda device: [spectrum(torch.ones(n, 4, device=device)).cpu() for n in range(3, 8)], "clusters")
 
 
-@pytest.mark.bailouts("fences", "lists", "repetitions")
+@pytest.mark.bailouts("boundaries", "lists", "repetitions")
 @pytest.mark.parametrize(
-    ("what", "function"), [("fences", "find_fences"), ("lists", "take_apart"), ("repetitions", "repeated")]
+    ("what", "function"), [("boundaries", "find_boundaries"), ("lists", "take_apart"), ("repetitions", "repeated")]
 )
 def test_a_text_is_written_without_what_raises(what: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emit, function, fails)
-    numbers = {"fences": 3, "lists": 4, "repetitions": 5}  # no program is on disk
+    numbers = {"boundaries": 3, "lists": 4, "repetitions": 5}  # no program is on disk
     check(lambda device: [torch.ones(numbers[what], 7, device=device).exp().cpu()], what)
 
 
-@pytest.mark.bailouts("forms")
+@pytest.mark.bailouts("variants")
 @pytest.mark.usefixtures("all_anew")
 @pytest.mark.parametrize("name", ["_recalled", "is_due"])
 def test_a_region_stays_in_its_usual_form_where_choosing_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants.RegionForms, name, fails)
-    check(lambda device: [t for _ in range(4) for t in once(device)], "forms")
+    monkeypatch.setattr(variants.RegionVariants, name, fails)
+    check(lambda device: [t for _ in range(4) for t in once(device)], "variants")
     assert len(startup.engine_counters().bailouts.last) == 1
 
 
@@ -152,15 +152,15 @@ def test_an_error_of_the_program_itself_is_raised_as_it_is_and_is_no_bailout() -
     assert metrics.snapshot()["bailouts"] == {}
 
 
-@pytest.mark.bailouts("fences")
+@pytest.mark.bailouts("boundaries")
 def test_explain_and_the_log_name_the_line_and_the_cause(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(emit, "find_fences", fails)
+    monkeypatch.setattr(emit, "find_boundaries", fails)
     with torchtpu.explain() as explanation, config.using(log="cluster"):
         torch.ones(5, 5, device="tpu").exp().cpu()
     (row,) = explanation.data["bailouts"]
-    assert row["optimisation"] == "fences"
+    assert row["optimisation"] == "boundaries"
     assert row["cause"] == "ZeroDivisionError: planted"
     assert __file__.rpartition("/")[2] in row["line"]
     assert "ZeroDivisionError: planted" in str(explanation)
@@ -171,9 +171,9 @@ def test_explain_and_the_log_name_the_line_and_the_cause(
 def test_the_last_bailouts_are_kept_and_all_are_counted() -> None:
     bailouts = Bailouts()
     for i in range(300):
-        with bailouts.attempt("fences", f"a.py:{i}"):
+        with bailouts.attempt("boundaries", f"a.py:{i}"):
             fails()
-    assert bailouts.counts() == {"fences: ZeroDivisionError": 300}
+    assert bailouts.counts() == {"boundaries: ZeroDivisionError": 300}
     assert [b.line for b in bailouts.last] == [f"a.py:{i}" for i in range(200, 300)]
-    with pytest.raises(KeyboardInterrupt), bailouts.attempt("fences", "a.py:1"):
+    with pytest.raises(KeyboardInterrupt), bailouts.attempt("boundaries", "a.py:1"):
         raise KeyboardInterrupt

@@ -17,7 +17,7 @@ from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition import clusters
 from torchtpu.runtime.partition.clusters import COSTS
-from torchtpu.runtime.partition.repeats import Run, find_runs
+from torchtpu.runtime.partition.repeats import Repetition, find_runs
 from torchtpu.runtime.partition.split import Part
 
 
@@ -70,16 +70,16 @@ def run(engine: Engine, program: Program, record: Record) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("letters", "shortest", "runs"),
     [
-        ("xabcabcabcaby", 3, [Run(1, 11, 3)]),
-        ("aaaaaaaa", 2, [Run(0, 8, 1)]),
-        ("abababcdcdcd", 4, [Run(0, 6, 2), Run(6, 6, 2)]),
+        ("xabcabcabcaby", 3, [Repetition(1, 11, 3)]),
+        ("aaaaaaaa", 2, [Repetition(0, 8, 1)]),
+        ("abababcdcdcd", 4, [Repetition(0, 6, 2), Repetition(6, 6, 2)]),
         ("abcdefgh", 1, []),
-        ("ababxababx", 4, [Run(0, 10, 5)]),
+        ("ababxababx", 4, [Repetition(0, 10, 5)]),
         ("abab", 3, []),
         ("", 1, []),
     ],
 )
-def test_runs_are_what_repeats_itself(letters: str, shortest: int, runs: list[Run]) -> None:
+def test_runs_are_what_repeats_itself(letters: str, shortest: int, runs: list[Repetition]) -> None:
     assert find_runs([ord(letter) for letter in letters], shortest) == runs
 
 

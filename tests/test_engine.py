@@ -120,7 +120,7 @@ class Work:
         self._inputs, self._guards = inputs, list(guards)
         self.outputs: Any = None
         self.guards_made: list[Any] = []
-        self.spoiled: dict[int, BaseException] = {}
+        self.poisoned: dict[int, BaseException] = {}
         self.kept: dict[int, Any] = {}
         self.restored: dict[int, Any] = {}
         self.error: Any = None
@@ -135,8 +135,8 @@ class Work:
     def guards(self) -> list[tuple[Any, int]]:
         return [(guard, 1 << i) for i, guard in enumerate(self._guards) if guard is not None]
 
-    def spoil(self, output: int, error: BaseException) -> None:
-        self.spoiled[output] = error
+    def poison(self, output: int, error: BaseException) -> None:
+        self.poisoned[output] = error
 
     def keep(self, output: int, array: Any, guard: Any) -> None:
         self.kept[output] = array
@@ -519,10 +519,10 @@ def test_checks_and_failed_inputs_reach_only_the_outputs_that_depend_on_them(eng
     with pytest.raises(IndexError, match=r"recorded at test\.py:2"):
         engine.resolve(first)
     work = launch(record.inputs[0], torch.tensor([0, 1]), ValueError("failed before"))
-    assert list(work.spoiled) == [1]
+    assert list(work.poisoned) == [1]
     assert torch.equal(engine.download(work.outputs[0]), outputs[0])
     assert torch.equal(engine.download(work.outputs[-1]), filled)
-    assert list(launch(ValueError("failed before"), *record.inputs[1:]).spoiled) == [0, 1, 2, 3]
+    assert list(launch(ValueError("failed before"), *record.inputs[1:]).poisoned) == [0, 1, 2, 3]
     engine.finish(0)
 
 

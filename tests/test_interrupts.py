@@ -13,7 +13,7 @@ from script import run_script
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchtpu.distributed.links import Links
-from torchtpu.runtime.compile.variants import RegionForms
+from torchtpu.runtime.compile.variants import RegionVariants
 
 SETUP = """
     import math, os, signal, sys, threading, time
@@ -441,7 +441,7 @@ def test_a_program_that_cannot_be_handed_over_fails_its_readers(monkeypatch: pyt
     x = torch.arange(4.0, device="tpu")
     x.cpu()  # what follows is a region of one op, which has no smaller pieces
     for size, name in enumerate(("_form", "_compiles_for"), 2):
-        monkeypatch.setattr(RegionForms, name, refuse)
+        monkeypatch.setattr(RegionVariants, name, refuse)
         with pytest.raises(KeyError, match="refused by the test"):
             torch.cosh(x[:size]).cpu()
         monkeypatch.undo()

@@ -13,8 +13,8 @@ from torchtpu.runtime.ir import manifest
 from torchtpu.runtime.ir.manifest import (
     Journal,
     ManifestError,
-    Outcome,
-    Recorded,
+    ProgramOutcome,
+    RecordedProgram,
     decode_recorded,
     read_lines,
     write_lines,
@@ -48,7 +48,7 @@ PROGRAM = Program((OP,), (BASE,), (0, 1), (0,), 3, 3, "train.py:9")
 
 
 def test_a_program_is_what_it_was(tmp_path: Path) -> None:
-    recorded = Recorded(PROGRAM, is_flat=True, guessed_since="train.py:1")
+    recorded = RecordedProgram(PROGRAM, is_flat=True, guessed_since="train.py:1")
     journal = Journal(tmp_path)
     journal.program(PROGRAM)
     (line,) = list(read_journal(tmp_path))
@@ -66,14 +66,14 @@ def read_journal(folder: Path) -> list[dict[str, manifest.Any]]:
 
 
 def test_identity_is_what_is_compiled() -> None:
-    recorded = Recorded(PROGRAM)
+    recorded = RecordedProgram(PROGRAM)
     moved = replace(PROGRAM, line="model.py:1", ops=(replace(OP, line="model.py:2"),))
-    assert Recorded(moved, guessed_since="x").identity == recorded.identity
+    assert RecordedProgram(moved, guessed_since="x").identity == recorded.identity
     for other in (
-        Recorded(replace(PROGRAM, ops=(replace(OP, precision="medium"),))),
-        Recorded(PROGRAM, is_flat=True),
-        Recorded(replace(PROGRAM, outputs=(1,))),
-        Recorded(replace(PROGRAM, ops=(replace(OP, name="sub_.Tensor"),))),
+        RecordedProgram(replace(PROGRAM, ops=(replace(OP, precision="medium"),))),
+        RecordedProgram(PROGRAM, is_flat=True),
+        RecordedProgram(replace(PROGRAM, outputs=(1,))),
+        RecordedProgram(replace(PROGRAM, ops=(replace(OP, name="sub_.Tensor"),))),
     ):
         assert other.identity != recorded.identity
 
@@ -82,7 +82,7 @@ def test_a_journal_tells_each_program_once_and_every_outcome(tmp_path: Path) -> 
     journal = Journal(tmp_path)
     identity = journal.program(PROGRAM)
     assert journal.program(PROGRAM) == identity
-    journal.outcome(Outcome(identity, "compiled", "abc", 5.0))
+    journal.outcome(ProgramOutcome(identity, "compiled", "abc", 5.0))
     journal.guessed("train.py:4")
     journal.guessed("train.py:5")
     journal.program(replace(PROGRAM, outputs=(1,)))
@@ -115,7 +115,7 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
 
 def altered(**changes: manifest.Any) -> manifest.Any:
     """The line of a program, with other values in it; a name is where one stands: `ops_0_0` is the first op's name."""
-    line = manifest._encode_recorded(Recorded(PROGRAM))
+    line = manifest._encode_recorded(RecordedProgram(PROGRAM))
     for where, value in changes.items():
         at: manifest.Any = [line["program"]["Program"]]
         *path, last = where.split("_")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from torchtpu.runtime.ir.program import Part
+from torchtpu.runtime.ir.program import PaddedExtent
 from torchtpu.runtime.padding import evaluate
 from torchtpu.runtime.padding.layout import Refused
 
@@ -36,7 +36,7 @@ def check(function: Callable[..., Any], arrays: list[np.ndarray], axes: list[set
         return made
 
     def padded(*given: Any) -> list[Any]:
-        return symbols.evaluate(flat, [Part(d, d) for d in dims], given, [])
+        return symbols.evaluate(flat, [PaddedExtent(d, d) for d in dims], given, [])
 
     counts = [np.int64(n) for n in sizes]
     run = jax.jit(padded).lower(*longer(arrays, axes, 0), *counts).compile()

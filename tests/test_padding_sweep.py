@@ -28,13 +28,13 @@ def test_ops_of_this_commit_make_of_longer_arrays_what_they_make_of_exact_ones(
     rotation: int, lowerings: dict[str, object]
 ) -> None:
     found = padding_sweep.sweep(padding_sweep.part_of(rotation, ONE_OF), lowerings)
-    wrong = {name: verdict.wrong for name, verdict in found.items() if verdict.wrong}
+    wrong = {name: result.wrong for name, result in found.items() if result.wrong}
     assert not wrong, padding_sweep.summary(found)
 
 
 def test_convolution_and_pooling_are_served(lowerings: dict[str, object]) -> None:
     found = padding_sweep.sweep(["nn.functional.conv2d", "nn.functional.avg_pool2d"], lowerings)
-    assert not any(verdict.wrong for verdict in found.values()), padding_sweep.summary(found)
+    assert not any(result.wrong for result in found.values()), padding_sweep.summary(found)
     for op in ("convolution", "avg_pool2d"):
         assert found[op].served, padding_sweep.summary(found, verbose=True)
 
@@ -44,8 +44,8 @@ def test_convolution_and_pooling_are_served(lowerings: dict[str, object]) -> Non
 def test_most_ops_are_served(lowerings: dict[str, object]) -> None:
     found = padding_sweep.sweep(padding_sweep.part_of(0, 1), lowerings)
     print(padding_sweep.summary(found))
-    assert not any(verdict.wrong for verdict in found.values())
-    assert sum(verdict.served > 0 for verdict in found.values()) >= FEWEST_SERVED
+    assert not any(result.wrong for result in found.values())
+    assert sum(result.served > 0 for result in found.values()) >= FEWEST_SERVED
 
 
 def test_a_rule_that_reads_the_surplus_is_found(monkeypatch: pytest.MonkeyPatch, lowerings: dict[str, object]) -> None:

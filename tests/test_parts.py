@@ -39,7 +39,7 @@ def run_in_parts(engine: Engine, program: Program, ends: list[int], work: Work) 
 
 
 def arrays(engine: Engine, work: Work) -> list[torch.Tensor]:
-    assert work.error is None and not work.spoiled
+    assert work.error is None and not work.poisoned
     return [engine.download(array) for array in work.outputs]
 
 
@@ -115,7 +115,7 @@ def test_a_failed_input_spoils_only_what_depends_on_it(engine: Engine) -> None:
     error = ValueError("lost")
     work = launched(engine, None, record, [error, engine.upload(record.inputs[1].clone(), 0)])
     run_in_parts(engine, program, [1, 2, 3], work)
-    assert work.spoiled == {0: error}
+    assert work.poisoned == {0: error}
     torch.testing.assert_close(engine.download(work.outputs[1]), record.expected(a, b)[1])
 
 

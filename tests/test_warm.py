@@ -183,7 +183,7 @@ dist.destroy_process_group()
 """
 
 
-def test_one_process_rehearses_a_rank_of_a_job(folder: Path) -> None:
+def test_one_process_makes_a_dry_run_of_a_rank_of_a_job(folder: Path) -> None:
     (folder / "train.py").write_text(JOB)
     report = warm(folder, "--world-size", "4", "--", *script())
     assert report["reads"] == "standin"

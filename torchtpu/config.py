@@ -89,7 +89,9 @@ KNOBS: Mapping[str, Knob] = {
         Knob("target", "", str, "pass for this TPU, such as v5e:2x2; `torchtpu warm --target` sets it", True),
         Knob("journal", "", str, "directory for a line about every program; `torchtpu warm` sets it", True),
         Knob("reads", "run", "run|standin|error", "how reads are answered; `torchtpu warm --reads` sets it", True),
-        Knob("world_size", 0, int, "ranks of the job that `torchtpu warm --world-size` rehearses one of", True),
+        Knob(
+            "world_size", 0, int, "ranks of the job that `torchtpu warm --world-size` makes a dry run of one of", True
+        ),
         Knob("explain", "", str, "files for a report of the process, or -: `torchtpu explain` sets it", True),
         Knob("max_steps", 0, int, "end the process after this many optimizer steps; 0: never", True),
         Knob(

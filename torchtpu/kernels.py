@@ -168,7 +168,7 @@ def _narrow(array: Any) -> Any:
 
 
 @dataclass
-class _Table:
+class _KernelTable:
     """`flats[i]` has number i; `numbers` finds it. Guarded by `lock`; grows only."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -183,7 +183,7 @@ class _Table:
             return number
 
 
-_table = _Table()
+_table = _KernelTable()
 
 
 # ---- calls

@@ -26,7 +26,7 @@ from torchtpu.ops import composed
 from torchtpu.ops.registry import Row
 from torchtpu.runtime import _C
 from torchtpu.runtime.device.chips import CHIPS, Chip, devices_of_host, find_chip
-from torchtpu.runtime.device.process_group import Fleet
+from torchtpu.runtime.device.process_group import ProcessGroup
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
@@ -56,12 +56,12 @@ class LazyEngine:
         """Whether there is an engine."""
         return self._engine is not None
 
-    def start(self, fleet: Fleet | None = None) -> Any:
-        """The engine; the first call imports jax and creates the client, which spans the fleet."""
+    def start(self, process_group: ProcessGroup | None = None) -> Any:
+        """The engine; the first call imports jax and creates the client, which spans the process group."""
         if self._engine is None:
             with self._lock:
                 if self._engine is None:
-                    engine = _make_engine(self, fleet)
+                    engine = _make_engine(self, process_group)
                     for name in _CALLED:
                         setattr(self, name, getattr(engine, name))  # from now on the recorder calls it directly
                     self._engine = engine
@@ -314,14 +314,14 @@ def served_ops() -> dict[str, str]:
     return _lazy.served
 
 
-def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
+def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
     from torchtpu import ops
     from torchtpu.diagnostics.recompilations import Recompilations
-    from torchtpu.runtime.dry_run import Rehearsal
+    from torchtpu.runtime.dry_run import DryRun
     from torchtpu.runtime.engine import Engine
     from torchtpu.runtime.ir.manifest import Journal
 
-    collectives = distributed.Recorded()
+    collectives = distributed.RecordedCollectives()
     journal = Journal(config.get("journal")) if config.get("journal") else None
     if journal is not None:
         atexit.register(lambda: journal.note(fallbacks=fallback.cpu_fallback_counts()))
@@ -329,7 +329,7 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         if journal is None:
             raise RuntimeError("TORCHTPU_READS is for `torchtpu warm`, which collects programs: use its option --reads")
         answers = config.get("reads") == "standin"
-        return Rehearsal(journal, lazy.counters, _C.current_line, collectives, _is_special, answers=answers)
+        return DryRun(journal, lazy.counters, _C.current_line, collectives, _is_special, answers=answers)
     lazy.recompilations = Recompilations()
     return Engine(
         platform=platform(),
@@ -349,7 +349,7 @@ def _make_engine(lazy: LazyEngine, fleet: Fleet | None) -> Any:
         collectives=collectives,
         is_structural=_is_structural,
         is_special=_is_special,
-        fleet=fleet,
+        process_group=process_group,
     )
 
 
@@ -366,11 +366,11 @@ def _is_special(op: str, argument: str, value: float) -> bool:
     return value in (find(_lazy.served.get(op, op)).structural.get(argument) or ())
 
 
-def _start_in_fleet(fleet: Fleet) -> int | None:
+def _start_in_fleet(process_group: ProcessGroup) -> int | None:
     """Starts the engine as that of a rank; its device's name among those of all ranks, None where it runs alone."""
     if platform() == "gpu" or config.get("reads") != "run":
         return None
-    home: int = _lazy.start(fleet).client.home(_C.current_device())
+    home: int = _lazy.start(process_group).client.home(_C.current_device())
     return home
 
 

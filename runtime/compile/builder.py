@@ -14,7 +14,7 @@ from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.device.sizes import show_bytes
 from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.ir.calls import full_name, results_of
-from torchtpu.runtime.ir.manifest import Journal, Outcome
+from torchtpu.runtime.ir.manifest import Journal, ProgramOutcome
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
@@ -120,11 +120,11 @@ def _keep_journal(journal: Journal, program: Program, is_flat: bool, digest: str
     def note(done: Future[Loaded]) -> None:
         error = CancelledError("the engine was closed") if done.cancelled() else done.exception()
         if error is not None:
-            journal.outcome(Outcome(identity, "failed", digest, error=f"{type(error).__name__}: {error}"))
+            journal.outcome(ProgramOutcome(identity, "failed", digest, error=f"{type(error).__name__}: {error}"))
         else:
             loaded = done.result()
             outcome = "hit" if loaded.source == "disk" else "compiled"
-            journal.outcome(Outcome(identity, outcome, digest, loaded.milliseconds))
+            journal.outcome(ProgramOutcome(identity, outcome, digest, loaded.milliseconds))
 
     flight.add_done_callback(note)
 

@@ -41,13 +41,13 @@ from torchtpu.runtime.lowering import fingerprint
 from torchtpu.runtime.lowering.emit import Aval, Check, Module, lower
 from torchtpu.runtime.lowering.fragments import EVALUATION, Fragments
 from torchtpu.runtime.lowering.views import Digit
-from torchtpu.runtime.padding.layout import skeleton
+from torchtpu.runtime.padding.layout import shape_agnostic_signature
 from torchtpu.runtime.partition.clusters import Clusters, Places, cut_out, may_have_clusters, search
 from torchtpu.runtime.telemetry.counters import Counters
 
 _EMISSION = (lower.__module__, key_of.__module__)
 _SEARCH = (search.__module__,)
-_MOST_FORMS = 16  # of one skeleton
+_MOST_FORMS = 16  # of one shape-agnostic signature
 _FIELDS = ("program", "calls_lapack", "checks", "kinds", "sources", "offsets")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64} \([0-9]{1,20} bytes\)")
 
@@ -150,7 +150,7 @@ class Plans:
     def _key_of_skeleton(self, program: Program) -> Key | None:
         if not self._store.keeps:
             return None
-        return Key.of("padding", {"skeleton": skeleton(program), "format": FORMAT})
+        return Key.of("padding", {"shape_agnostic_signature": shape_agnostic_signature(program), "format": FORMAT})
 
     def _is_usual(self) -> bool:
         """Whether programs check no more than their ops do: what is only to find a NaN is not kept."""

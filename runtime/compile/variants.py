@@ -1,8 +1,8 @@
-"""Forms: in comes a region's program, out goes what it is launched as, in one of several forms.
+"""Variants: in comes a region's program, out goes what it is launched as, in one of several variants.
 
 Unusual are what is compiled with the options of the first tier, a region of clusters as one program, "whole", and what
-is compiled with the options of a variant. Which form was the fastest is kept in the store: the next process starts with
-it.
+is compiled with the options of a variant. Which variant was the fastest is kept in the store: the next process starts
+with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from torchtpu.compiler_cache import Key, Store
 from torchtpu.runtime.device.loaded import About, Loaded
-from torchtpu.runtime.execute.autotuner import FIRST, Ladder, Words
+from torchtpu.runtime.execute.autotuner import FIRST, Autotuner, Config
 from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.checked import items, parsed, text
@@ -38,8 +38,8 @@ from .tiers import FirstTier, Sweep
 _WHOLE = "whole"
 
 
-class UnbuiltError(RuntimeError):
-    """A form is not compiled, because of a program that `about` describes; the cause is why."""
+class NotBuiltError(RuntimeError):
+    """A variant is not compiled, because of a program that `about` describes; the cause is why."""
 
     def __init__(self, about: About, cause: BaseException) -> None:
         super().__init__(f"the region recorded at {about.line} ({about.ops} ops) is not compiled: {cause}")
@@ -47,10 +47,10 @@ class UnbuiltError(RuntimeError):
         self.__cause__ = cause
 
 
-class Workshop:
-    """What the forms of all regions are made with. `sweep` is what to try on this platform, `first` is how new programs
-    are compiled there, None where there is nothing; variants that could not be compiled once are `refused` from then
-    on."""
+class VariantBuilder:
+    """What the variants of all regions are made with. `sweep` is what to try on this platform, `first` is how new
+    programs are compiled there, None where there is nothing; options that could not be compiled once are `refused` from
+    then on."""
 
     def __init__(
         self,
@@ -113,205 +113,207 @@ class Workshop:
         return bool(self.knob("deterministic")) or torch.are_deterministic_algorithms_enabled()
 
 
-class RegionForms:
-    """The forms of one region on one device; `clusters` are asked for when they are needed, `pieces` are what it begins
-    with, where that is known."""
+class RegionVariants:
+    """The variants of one region on one device; `clusters` are asked for when they are needed, `pieces` are what it
+    begins with, where that is known."""
 
     def __init__(
         self,
-        shop: Workshop,
+        builder: VariantBuilder,
         program: Program,
         clusters: Callable[[], Clusters | None],
         device: int,
         pieces: list[Piece],
     ) -> None:
-        self._shop = shop
+        self._builder = builder
         self._program = program
         self._find_clusters = clusters
         self._device = device
-        self._variants = shop.sweep.variants if shop.sweep and shop.knob("sweep") else {}
-        self._first = None if shop.knob("tiers") == "off" else shop.first
+        self._options = builder.sweep.options if builder.sweep and builder.knob("sweep") else {}
+        self._first = None if builder.knob("tiers") == "off" else builder.first
         self._pieces = pieces
         self._price_ms = self._first.price_ms(program) if self._first else 0.0
         self._loss_ms = self._first.loss_ms(program, 1) if self._first else 0.0
-        self._compile_ms: dict[Words, float] = {}
-        self._digests: dict[Words, list[str]] = {}  # of the programs of each form
-        self._tried = 0  # variants
-        self._key: Key | None = None  # of what is known of the forms
+        self._compile_ms: dict[Config, float] = {}
+        self._digests: dict[Config, list[str]] = {}  # of the programs of each variant
+        self._tried = 0  # options
+        self._key: Key | None = None  # of what is known of the variants
 
     @functools.cached_property
     def _clusters(self) -> Clusters | None:
         return self._find_clusters()
 
     @functools.cached_property
-    def _rungs(self) -> list[str]:
-        return [*([_WHOLE] if self._clusters else []), *self._variants]
+    def _untried(self) -> list[str]:
+        return [*([_WHOLE] if self._clusters else []), *self._options]
 
     def start(self) -> Future[Any]:
-        """What a plan is given: the form that was the fastest, else the usual one or, where that would have to be
+        """What a plan is given: the variant that was the fastest, else the usual one or, where that would have to be
         compiled, the first tier's; others may replace it. Raises what lowering raises."""
         usual = [] if self._pieces else self._found(())
-        words: Words = FIRST if self._pieces else ()
-        found, rungs = usual, [] if self._pieces else self._rungs
-        with self._shop.counters.bailouts.attempt("forms", self._program.line):
+        config: Config = FIRST if self._pieces else ()
+        found, untried = usual, [] if self._pieces else self._untried
+        with self._builder.counters.bailouts.attempt("variants", self._program.line):
             known = self._recalled([plan for _, plan in usual]) if usual else None
             if known is not None:
-                found, words, rungs = self._found(known) if _WHOLE in known else usual, known, []
+                found, config, untried = self._found(known) if _WHOLE in known else usual, known, []
             elif usual and self._begins_in_first_tier(usual):
-                words = FIRST
-                self._pieces = self._shop.new_pieces(self._program, usual, self._device)
+                config = FIRST
+                self._pieces = self._builder.new_pieces(self._program, usual, self._device)
                 if not self._pieces:
-                    self._shop.stock.keep_undivided(usual)
+                    self._builder.stock.keep_undivided(usual)
         if self._first and self._pieces:
             self._loss_ms = self._first.loss_ms(self._program, len(self._pieces))
-            self._shop.counters.regions_in_pieces += 1
+            self._builder.counters.regions_in_pieces += 1
         ready: Future[Any] = Future()
 
-        def give(words: Words, flight: Future[Any]) -> None:
+        def give(config: Config, flight: Future[Any]) -> None:
             with failing(ready.set_exception):
-                form = flight.result()
-                ready.set_result(Ladder(self, words, form, rungs) if words or rungs else form)
+                variant = flight.result()
+                ready.set_result(Autotuner(self, config, variant, untried) if config or untried else variant)
 
         def give_instead(error: BaseException | None, flight: Future[Any]) -> None:
             with failing(ready.set_exception):
-                if flight.exception() is None:  # else it was no matter of the form
+                if flight.exception() is None:  # else it was no matter of the variant
                     self._note(error)
                 give((), flight)
 
         def give_first(flight: Future[Any]) -> None:
             with failing(ready.set_exception):
-                if words and flight.exception() is not None:
+                if config and flight.exception() is not None:
                     instead = functools.partial(give_instead, flight.exception())
                     self._submitted((), usual or self._found(())).add_done_callback(instead)
                 else:
-                    give(words, flight)
+                    give(config, flight)
 
-        self._submitted(words, found).add_done_callback(give_first)
+        self._submitted(config, found).add_done_callback(give_first)
         return ready
 
-    # what a ladder asks
+    # what the autotuner asks
 
-    def make(self, words: Words, *, is_needed_now: bool) -> Future[Any]:
-        shop = self._shop
-        if words[-1:] == (_WHOLE,):
-            shop.counters.regions_climbing += 1
-        elif words and not is_needed_now:
+    def make(self, config: Config, *, is_needed_now: bool) -> Future[Any]:
+        builder = self._builder
+        if config[-1:] == (_WHOLE,):
+            builder.counters.regions_climbing += 1
+        elif config and not is_needed_now:
             self._tried += 1
         made: Future[Any] = Future()
-        if not shop.refused.isdisjoint(words):
+        if not builder.refused.isdisjoint(config):
             made.cancel()
             return made
         try:
-            found = self._found(words)
-            if not words and self._key is None:
+            found = self._found(config)
+            if not config and self._key is None:
                 self._recalled([plan for _, plan in found])
-            made = self._submitted(words, found, is_needed_now=is_needed_now)
-        except Exception as error:  # noqa: BLE001 -- the form in use serves as well
+            made = self._submitted(config, found, is_needed_now=is_needed_now)
+        except Exception as error:  # noqa: BLE001 -- the variant in use serves as well
             made.set_exception(error)
-        if words or not is_needed_now:  # else whoever needs the form raises what failed
-            made.add_done_callback(lambda made: self._refuse(words, made.exception()))
+        if config or not is_needed_now:  # else whoever needs the variant raises what failed
+            made.add_done_callback(lambda made: self._refuse(config, made.exception()))
         return made
 
     def is_paid(self, launches: int) -> bool:
         return launches * self._loss_ms >= self._price_ms
 
     def promoted(self) -> list[str]:
-        self._shop.counters.regions_promoted += 1
-        self._shop.compiler.forget(self._digests.pop(FIRST))  # nothing is launched in the first tier again
-        if "cluster" in self._shop.knob("log"):
+        self._builder.counters.regions_promoted += 1
+        self._builder.compiler.forget(self._digests.pop(FIRST))  # nothing is launched in the first tier again
+        if "cluster" in self._builder.knob("log"):
             log.write(f"tpu:{self._device} region at {self._program.line} is promoted")
-        return self._rungs
+        return self._untried
 
-    def is_due(self, words: Words, launches: int, seconds: float) -> bool:
-        sweep = self._shop.sweep
-        if words[-1] == _WHOLE:
+    def is_due(self, config: Config, launches: int, seconds: float) -> bool:
+        sweep = self._builder.sweep
+        if config[-1] == _WHOLE:
             return self._clusters is not None and launches > self._clusters.hot
-        if sweep is None or not self._shop.knob("sweep"):
+        if sweep is None or not self._builder.knob("sweep"):
             return False
-        return sweep.is_due(launches * seconds * 1e3, self._compile_ms[words[:-1]], self._tried)
+        return sweep.is_due(launches * seconds * 1e3, self._compile_ms[config[:-1]], self._tried)
 
     def has_to_be_usual(self) -> bool:
-        return self._shop.is_deterministic()
+        return self._builder.is_deterministic()
 
     def is_fixed(self) -> bool:
-        return self._shop.knob("policy") != "background" or self._shop.is_deterministic()
+        return self._builder.knob("policy") != "background" or self._builder.is_deterministic()
 
     def is_quiet(self) -> bool:
-        return not self._shop.compiler.outstanding()
+        return not self._builder.compiler.outstanding()
 
-    def compared(self, own: tuple[Words, float], rival: tuple[Words, float], *, is_kept: bool) -> None:
-        counters, is_whole = self._shop.counters, rival[0][-1] == _WHOLE
-        loser = (own if is_kept else rival)[0]
-        if loser:  # the usual form may have to be launched again, and others share its programs
-            self._shop.compiler.forget(self._digests.pop(loser))
+    def compared(self, own: tuple[Config, float], candidate: tuple[Config, float], *, is_kept: bool) -> None:
+        counters, is_whole = self._builder.counters, candidate[0][-1] == _WHOLE
+        loser = (own if is_kept else candidate)[0]
+        if loser:  # the usual variant may have to be launched again, and others share its programs
+            self._builder.compiler.forget(self._digests.pop(loser))
         counters.regions_fused += is_whole and is_kept
         counters.programs_swept += not is_whole
         counters.variants_kept += is_kept and not is_whole
-        if "cluster" in self._shop.knob("log"):
-            times = ", ".join(f"{self._name(words)} {seconds * 1e3:.2f} ms" for words, seconds in (rival, own))
-            kept = self._name((rival if is_kept else own)[0])
+        if "cluster" in self._builder.knob("log"):
+            times = ", ".join(f"{self._name(config)} {seconds * 1e3:.2f} ms" for config, seconds in (candidate, own))
+            kept = self._name((candidate if is_kept else own)[0])
             log.write(f"tpu:{self._device} region at {self._program.line} stays {kept}: {times}")
 
-    def settled(self, words: Words) -> None:
+    def settled(self, config: Config) -> None:
         if self._key is not None:
-            self._shop.store.put(self._key, json.dumps(words).encode("ascii"), {"line": self._program.line})
+            self._builder.store.put(self._key, json.dumps(config).encode("ascii"), {"line": self._program.line})
 
-    def _name(self, words: Words) -> str:
-        is_whole = self._clusters is None or _WHOLE in words
-        variants = [word for word in words if word != _WHOLE]
+    def _name(self, config: Config) -> str:
+        is_whole = self._clusters is None or _WHOLE in config
+        options = [name for name in config if name != _WHOLE]
         parts = "whole" if self._clusters is None or is_whole else f"in {len(self._clusters.parts)} parts"
-        return " with ".join([parts, *variants])
+        return " with ".join([parts, *options])
 
     def bailed_out(self, error: Exception) -> None:
-        self._shop.counters.bailouts.note("forms", error, self._program.line)
+        self._builder.counters.bailouts.note("variants", error, self._program.line)
 
     def _note(self, error: BaseException | None) -> None:
-        """Notes why a form could not be made, but for those that may not be compiled."""
-        cause = error.__cause__ if isinstance(error, UnbuiltError) else error
+        """Notes why a variant could not be made, but for those that may not be compiled."""
+        cause = error.__cause__ if isinstance(error, NotBuiltError) else error
         if isinstance(cause, Exception) and not isinstance(cause, (NotCompiledError, CancelledError)):
             self.bailed_out(cause)
 
-    def _refuse(self, words: Words, error: BaseException | None) -> None:
+    def _refuse(self, config: Config, error: BaseException | None) -> None:
         self._note(error)
-        if isinstance(error, UnbuiltError) and not isinstance(error.__cause__, NotCompiledError):
-            self._shop.refused.update(word for word in words[-1:] if word in self._variants)
+        if isinstance(error, NotBuiltError) and not isinstance(error.__cause__, NotCompiledError):
+            self._builder.refused.update(name for name in config[-1:] if name in self._options)
 
     def _begins_in_first_tier(self, usual: list[tuple[Program, Plan]]) -> bool:
-        """Whether a region whose usual form is not there is better compiled in the first tier."""
-        shop, device, first = self._shop, self._device, self._shop.first_tier()
+        """Whether a region whose usual variant is not there is better compiled in the first tier."""
+        builder, device, first = self._builder, self._device, self._builder.first_tier()
         if first is None or (self.is_paid(1) and self._price_ms <= first.patience_ms):
             return False
-        if all(shop.compiler.has(plan, device) for _, plan in usual):
+        if all(builder.compiler.has(plan, device) for _, plan in usual):
             return False
-        plans = (shop.plans.under(plan, first.options) for _, plan in usual)
-        return shop.knob("policy") != "frozen" or all(shop.compiler.has(plan, device) for plan in plans)
+        plans = (builder.plans.under(plan, first.options) for _, plan in usual)
+        return builder.knob("policy") != "frozen" or all(builder.compiler.has(plan, device) for plan in plans)
 
-    def _recalled(self, usual: list[Plan]) -> Words | None:
-        """The form that was the fastest; None where that is not known, or nobody may ask."""
-        shop, rungs = self._shop, self._rungs
-        if not rungs or not shop.store.keeps or shop.is_deterministic():
+    def _recalled(self, usual: list[Plan]) -> Config | None:
+        """The variant that was the fastest; None where that is not known, or nobody may ask."""
+        builder, untried = self._builder, self._untried
+        if not untried or not builder.store.keeps or builder.is_deterministic():
             return None
         digests = " ".join(plan.key.digest for plan in usual)
-        self._key = Key.of("form", {"programs": digests, "variants": repr(self._variants)})
-        words = shop.store.load(self._key, lambda data: tuple(map(text, items(parsed(data)))))
-        return words if words is None or set(rungs).issuperset(words) else None
+        self._key = Key.of("form", {"programs": digests, "variants": repr(self._options)})
+        config = builder.store.load(self._key, lambda data: tuple(map(text, items(parsed(data)))))
+        return config if config is None or set(untried).issuperset(config) else None
 
     # what is compiled
 
-    def _found(self, words: Words) -> list[tuple[Program, Plan]]:
-        """The different programs of a form, with their plans under the usual options."""
+    def _found(self, config: Config) -> list[tuple[Program, Plan]]:
+        """The different programs of a variant, with their plans under the usual options."""
         programs = [self._program]
-        if self._clusters and _WHOLE not in words:
+        if self._clusters and _WHOLE not in config:
             programs = list({id(part.program): part.program for part in self._clusters.parts}.values())
-        return [(program, self._shop.builder.find(program)) for program in programs]
+        return [(program, self._builder.builder.find(program)) for program in programs]
 
-    def _submitted(self, words: Words, found: list[tuple[Program, Plan]], *, is_needed_now: bool = True) -> Future[Any]:
-        """The form, compiled from these; it fails with an `UnbuiltError`."""
-        builder, plans, device, made = self._shop.builder, self._shop.plans, self._device, Future[Any]()
-        options = tuple(option for word in words for option in self._variants.get(word, ()))
-        if words == FIRST and self._first is not None:
+    def _submitted(
+        self, config: Config, found: list[tuple[Program, Plan]], *, is_needed_now: bool = True
+    ) -> Future[Any]:
+        """The variant, compiled from these; it fails with an `NotBuiltError`."""
+        builder, plans, device, made = self._builder.builder, self._builder.plans, self._device, Future[Any]()
+        options = tuple(option for name in config for option in self._options.get(name, ()))
+        if config == FIRST and self._first is not None:
             options = self._first.options
-            self._shop.counters.regions_in_first_tier += 1
+            self._builder.counters.regions_in_first_tier += 1
             if self._pieces:
                 return self._submitted_pieces()
         if options:
@@ -328,16 +330,16 @@ class RegionForms:
                 if made.done():
                     return
             with failing(made.set_exception):
-                self._digests[words] = [build.plan.key.digest for build in flown]
-                self._compile_ms[words] = sum(self._compiles_for(e.loaded) for e in executables.values())
+                self._digests[config] = [build.plan.key.digest for build in flown]
+                self._compile_ms[config] = sum(self._compiles_for(e.loaded) for e in executables.values())
                 made.set_result(self._form(executables))
 
         _when_all(builds, tell)
         return made
 
     def _submitted_pieces(self) -> Future[Any]:
-        """The pieces, compiled; it fails with an `UnbuiltError`."""
-        stock, device, made, pieces = self._shop.stock, self._device, Future[Any](), self._pieces
+        """The pieces, compiled; it fails with an `NotBuiltError`."""
+        stock, device, made, pieces = self._builder.stock, self._device, Future[Any](), self._pieces
         self._digests[FIRST] = []  # other regions share them
         self._pieces = []  # once is enough
         builds = stock.submit(pieces, device)
@@ -367,12 +369,12 @@ class RegionForms:
 
     def _compiles_for(self, loaded: Loaded) -> float:
         """The milliseconds in which a program compiles, about."""
-        loading = self._shop.sweep.loading if self._shop.sweep else 1.0
+        loading = self._builder.sweep.loading if self._builder.sweep else 1.0
         return loaded.milliseconds * (loading if loaded.source == "disk" else 1.0)
 
 
 def _fail(made: Future[Any], about: About, error: BaseException) -> None:
-    made.set_exception(UnbuiltError(about, error))
+    made.set_exception(NotBuiltError(about, error))
 
 
 def _when_all(builds: Collection[Build], then: Callable[[], None]) -> None:

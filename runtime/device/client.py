@@ -32,7 +32,7 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.device.sizes import nbytes_of
 
 from .chips import topology_of
-from .process_group import Board, Fleet, Homes
+from .process_group import Homes, KeyValueStore, ProcessGroup
 
 Aval = tuple[tuple[int, ...], torch.dtype]
 Options = tuple[tuple[str, bool | int | str], ...]  # of XLA, by name
@@ -46,22 +46,27 @@ _COMPILES_BETWEEN_TRIMS = 32
 class Client:
     """One PJRT client and its devices, numbered from 0.
 
-    With a `fleet` the others' devices are known too: programs may be compiled for several of them, by their `home`s.
-    Making the client then waits for the others to make theirs.
+    With a `process group` the others' devices are known too: programs may be compiled for several of them, by their
+    `home`s. Making the client then waits for the others to make theirs.
 
     Where it `runs_at_once`, on platform cpu, a program has run when its launch returns, without the GIL, and what it
     raises is raised there: the hand-off to a thread of XLA's costs several times what a small program takes.
     """
 
     def __init__(
-        self, platform: str, num_devices: int = 1, *, excess_precision: bool = False, fleet: Fleet | None = None
+        self,
+        platform: str,
+        num_devices: int = 1,
+        *,
+        excess_precision: bool = False,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         self.platform = platform
         self.runs_at_once = platform == "cpu"
         self._coordinator: _Coordinator | None = None
         self._connected: set[Any] = set()  # executables whose collectives have met those of the other processes
-        if platform == "cpu" and fleet is not None:
-            self._coordinator, self._client = _make_fleet_client(fleet)
+        if platform == "cpu" and process_group is not None:
+            self._coordinator, self._client = _make_group_client(process_group)
         elif platform == "cpu":
             self._client = xla_client.make_cpu_client(asynchronous=False, num_devices=num_devices)
         else:
@@ -80,7 +85,7 @@ class Client:
         self._keeps_memory = True  # what is freed, for a while
 
     def close(self) -> None:
-        """Leaves the fleet."""
+        """Leaves the process group."""
         if self._coordinator is not None:
             self._coordinator.close()
 
@@ -320,10 +325,10 @@ def compile_options(homes: Homes, excess_precision: bool, more: Options = ()) ->
 
 
 class _Coordinator:
-    """A coordinator of this process's own that has the entries of a whole fleet: JAX's ends all processes that it
-    coordinates when it ends, or when one of them does."""
+    """A coordinator of this process's own that has the entries of a whole process group: JAX's ends all processes that
+    it coordinates when it ends, or when one of them does."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, key_values: KeyValueStore) -> None:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))
             address = f"localhost:{probe.getsockname()[1]}"
@@ -335,7 +340,7 @@ class _Coordinator:
             address, 0, heartbeat_timeout=_NEVER_SECONDS, shutdown_timeout=1, shutdown_on_destruction=False
         )
         self.client.connect()
-        self._board = board
+        self._key_values = key_values
         self._known: set[str] = set()
 
     @contextlib.contextmanager
@@ -356,7 +361,7 @@ class _Coordinator:
         self._service.shutdown()
 
     def _exchange(self, is_over: threading.Event) -> None:
-        with contextlib.suppress(RuntimeError):  # the board is gone: whoever waits for an entry hears of it
+        with contextlib.suppress(RuntimeError):  # the key-value store is gone: whoever waits for an entry hears of it
             is_last = False
             while not is_last:
                 is_last = is_over.wait(_POLL_SECONDS)  # what was entered last is for the others
@@ -364,8 +369,8 @@ class _Coordinator:
                     for key, value in self.client.key_value_dir_get_bytes(folder):
                         if key not in self._known:
                             self._known.add(key)
-                            self._board.put(key, value)
-                for key, value in self._board.news():
+                            self._key_values.put(key, value)
+                for key, value in self._key_values.news():
                     self._known.add(key)
                     self.client.key_value_set_bytes(key, value)
 
@@ -379,14 +384,14 @@ def _let_no_handler_into_gc() -> None:
         gc.callbacks[index] = _C.without_arguments(_jax.collect_garbage)
 
 
-def _make_fleet_client(fleet: Fleet) -> tuple[_Coordinator, Any]:
-    coordinator = _Coordinator(fleet.board)
+def _make_group_client(process_group: ProcessGroup) -> tuple[_Coordinator, Any]:
+    coordinator = _Coordinator(process_group.key_values)
     with coordinator.exchanging():
         client = xla_client.make_cpu_client(
             asynchronous=False,
             distributed_client=coordinator.client,
-            node_id=fleet.rank,
-            num_nodes=fleet.size,
+            node_id=process_group.rank,
+            num_nodes=process_group.size,
             collectives=_jax.make_gloo_tcp_collectives(distributed_client=coordinator.client),
         )
     return coordinator, client

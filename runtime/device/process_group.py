@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 Homes = tuple[int, ...]  # devices of several processes, in the order of a program's replicas; () for one's own alone
 
 
-class Board(Protocol):
-    """Where the processes of a fleet put up what the others have to know."""
+class KeyValueStore(Protocol):
+    """Where the processes of a process group put up what the others have to know."""
 
     def put(self, key: str, value: bytes) -> None:
         """For the others to find."""
@@ -18,9 +18,9 @@ class Board(Protocol):
         """What the others have put up since the last call."""
 
 
-class Fleet(NamedTuple):
+class ProcessGroup(NamedTuple):
     """The processes that a client of platform cpu spans, one device each."""
 
     rank: int
     size: int
-    board: Board
+    key_values: KeyValueStore

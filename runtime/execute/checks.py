@@ -13,10 +13,10 @@ from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.lowering.emit import CHECKS_PER_WORD, Check
 
 
-class Outcome:
+class CheckResults:
     """Which of one launch's checks failed. Threads may race in it: each of them finds the same answer.
 
-    `failed` is the array of `lower.failed_aval`; `doubts` are the guards of the launch's inputs; `spoiled` are the
+    `failed` is the array of `lower.failed_aval`; `pending` are the guards of the launch's inputs; `poisoned` are the
     inputs that had failed and were zeros instead. `run` tells which run of the program this was, once somebody asks.
     """
 
@@ -25,21 +25,21 @@ class Outcome:
         client: Client,
         failed: Any,
         checks: Sequence[Check],
-        doubts: Mapping[Guard, int],
-        spoiled: int,
+        pending: Mapping[PendingCheck, int],
+        poisoned: int,
         run: Callable[[], str],
     ) -> None:
         self._client = client
         self._words = failed  # None once read
         self._checks = checks
-        self._doubts = doubts
-        self._spoiled = spoiled
+        self._pending = pending
+        self._poisoned = poisoned
         self._run = run
         self._failed = 0
         self._raised = 0
-        self._guards: list[Guard] = []
+        self._guards: list[PendingCheck] = []
 
-    def guarded_by(self, guards: Iterable[Guard]) -> None:
+    def guarded_by(self, guards: Iterable[PendingCheck]) -> None:
         """The guards that hang on this outcome; until it is known, they keep those before them."""
         self._guards = list(guards)
 
@@ -66,7 +66,7 @@ class Outcome:
             self._failed = sum(word << i * CHECKS_PER_WORD for i, word in enumerate(words))
             self._words = None
             if not self._failed:
-                self._doubts, self._run = {}, str
+                self._pending, self._run = {}, str
         return self._failed
 
     def raise_first(self, checks: int) -> None:
@@ -85,24 +85,24 @@ class Outcome:
     def raise_unread(self) -> None:
         """Raises what no read has raised, unless an earlier failure, which has an error of its own, led to it."""
         failed = self.failed() & ~self._raised
-        bad = self._spoiled
+        bad = self._poisoned
         if failed:
-            bad |= sum(inputs for guard, inputs in self._doubts.items() if guard.has_failed())
+            bad |= sum(inputs for guard, inputs in self._pending.items() if guard.has_failed())
         led = sum(1 << i for i, check in enumerate(self._checks) if check.sources & bad)
         self.raise_first(failed & ~led)
 
 
-class Guard:
+class PendingCheck:
     """Hangs on a buffer that depends on checks which are not known to have passed. Threads may race in it."""
 
     __slots__ = ("_checks", "_earlier", "_outcome")
 
-    def __init__(self, outcome: Outcome | None, checks: int, earlier: Iterable[Guard]) -> None:
+    def __init__(self, outcome: CheckResults | None, checks: int, earlier: Iterable[PendingCheck]) -> None:
         self._outcome = outcome
         self._checks = checks
         self._earlier = list(earlier)
 
-    def pending(self) -> list[Guard]:
+    def pending(self) -> list[PendingCheck]:
         """The guards that stand for this one now: none where all checks have passed. Never waits."""
         outcome = self._outcome
         if outcome is not None:
@@ -127,9 +127,9 @@ class Guard:
             if guard._outcome:
                 guard._outcome.raise_first(guard._checks)
 
-    def _in_order(self) -> Iterable[Guard]:
+    def _in_order(self) -> Iterable[PendingCheck]:
         """This guard and all before it, each once, what a guard depends on before it."""
-        found: dict[Guard, None] = {}
+        found: dict[PendingCheck, None] = {}
         waiting = [(self, False)]
         while waiting:
             guard, is_done = waiting.pop()
@@ -146,12 +146,12 @@ def first_of(failed: int, checks: Sequence[Check]) -> Check:
     return checks[(failed & -failed).bit_length() - 1]
 
 
-def unsettled(guards: Iterable[tuple[Guard, int]]) -> dict[Guard, int]:
+def unsettled(guards: Iterable[tuple[PendingCheck, int]]) -> dict[PendingCheck, int]:
     """The guards that these stand for now, with the inputs that each of them hangs on."""
-    given: dict[Guard, int] = {}
+    given: dict[PendingCheck, int] = {}
     for guard, inputs in guards:
         given[guard] = given.get(guard, 0) | inputs
-    found: dict[Guard, int] = {}
+    found: dict[PendingCheck, int] = {}
     for guard, inputs in given.items():
         for waiting in guard.pending():
             found[waiting] = found.get(waiting, 0) | inputs

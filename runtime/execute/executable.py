@@ -147,7 +147,7 @@ class Executable:
         numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
         self.kind_of = [numbers[sources] for sources in plan.sources]
         self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
-        self.floats, self.ints = _Numbers(), _Numbers()
+        self.floats, self.ints = _RuntimeNumbers(), _RuntimeNumbers()
         self.fitted: dict[int, Parts] = {}  # what is launched instead, by memory limit
         self._make_flat = make_flat
         self._flat: Executable | None = None
@@ -189,7 +189,7 @@ class Executable:
         return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
 
 
-class _Numbers:
+class _RuntimeNumbers:
     """A program's run-time numbers on its device: uploaded where they are not those of its last launch."""
 
     __slots__ = ("_array", "_data")

@@ -24,10 +24,10 @@ from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.log import write
 from torchtpu.runtime.telemetry.observers import Launched, Observer
 
-from .checks import Guard, Outcome, first_of, recorded_at, unsettled
+from .checks import CheckResults, PendingCheck, first_of, recorded_at, unsettled
 from .executable import Executable, Fitted
 from .fitting import Fitting
-from .memory import Flight, Memory
+from .memory import Memory, PendingLaunch
 from .recovery import OpFailedError, Recovery, first_too_large
 from .sequence import Sequence as Parts
 
@@ -55,8 +55,8 @@ class Executor:
         self._fitting = fitting
         self._recovery = recovery(self.launch)
         self._lock = threading.Lock()  # guards what follows; nothing waits under it
-        self._outcomes: list[deque[Outcome]] = [deque() for _ in client.devices]  # not known when last looked at
-        self._failed: list[list[Outcome]] = [[] for _ in client.devices]  # not raised when last looked at
+        self._outcomes: list[deque[CheckResults]] = [deque() for _ in client.devices]  # not known when last looked at
+        self._failed: list[list[CheckResults]] = [[] for _ in client.devices]  # not raised when last looked at
 
     def is_prompt(self, work: Any) -> bool:
         """Whether launching the work takes no time but the program's: no other rank, no memory and no compile is waited
@@ -119,16 +119,16 @@ class Executor:
         """Runs what does not depend on failed inputs of a program that no other rank takes part in."""
         errors = work.errors()
         failed = functools.reduce(operator.or_, (inputs for _, inputs in errors), 0)
-        if not errors or self._spoil(work, executable, errors, failed):
+        if not errors or self._poison(work, executable, errors, failed):
             self.run(work, executable, failed=failed)
 
-    def _spoil(self, work: Any, executable: Executable, errors: list[tuple[Any, int]], spoiled: int) -> bool:
+    def _poison(self, work: Any, executable: Executable, errors: list[tuple[Any, int]], poisoned: int) -> bool:
         """Fails the outputs that depend on failed inputs; whether there is anything else to compute."""
         first = [next((error for error, inputs in errors if inputs & kind), None) for kind in executable.kinds]
         for k, kind in enumerate(executable.kind_of):
             if first[kind] is not None:
-                work.spoil(k, first[kind])
-        return None in first or any(not check.sources & spoiled for check in executable.checks)
+                work.poison(k, first[kind])
+        return None in first or any(not check.sources & poisoned for check in executable.checks)
 
     def run(
         self,
@@ -142,13 +142,13 @@ class Executor:
         client, device = self._client, work.device
         arguments = work.inputs()
         if failed:
-            self._stand_in(work, executable, arguments, failed)
+            self._give_zeros(work, executable, arguments, failed)
         for known, numbers in ((executable.floats, work.floats), (executable.ints, work.ints)):
             if numbers is not None:
                 arguments.append(known.array(client, numbers, device))
         if executable.is_fresh:
             _check_arguments(client, executable, arguments)
-        doubts = unsettled(work.guards())
+        pending = unsettled(work.guards())
         started = time.perf_counter()
         if together is None:
             outputs, token = client.execute(executable.run, arguments, executable.handlers)
@@ -160,7 +160,7 @@ class Executor:
         self.counters.launches += 1
         outcome = fault = None
         if executable.checks:
-            outcome = Outcome(client, outputs.pop(), executable.checks, doubts, failed, lambda: work.run)
+            outcome = CheckResults(client, outputs.pop(), executable.checks, pending, failed, lambda: work.run)
             self._settle(device)
             if outcome.is_known():
                 fault = outcome if outcome.failed() else None
@@ -168,7 +168,7 @@ class Executor:
             elif not work.is_slice:  # its checks are the region's too
                 with self._lock:
                     self._outcomes[device].append(outcome)
-        guards = _guards(executable, outcome, doubts) if outcome or doubts else []
+        guards = _guards(executable, outcome, pending) if outcome or pending else []
         for observer in self.observers:
             region, ended = work.region, time.perf_counter()
             place = (region["reason"], region["line"], region["cut_at"])
@@ -185,10 +185,10 @@ class Executor:
         self,
         work: Any,
         executable: Executable,
-        outcome: Outcome,
+        outcome: CheckResults,
         outputs: list[Any],
-        guards: list[Guard | None],
-        spoiled: int,
+        guards: list[PendingCheck | None],
+        poisoned: int,
     ) -> None:
         """Fails a work of which a check did not pass: what eager PyTorch would have raised at its op."""
         failed = outcome.failed()
@@ -197,19 +197,19 @@ class Executor:
         sound = {
             k: (outputs[k], guards[k] if guards else None)
             for k, kind in enumerate(executable.kinds[number] for number in executable.kind_of)
-            if not kind & (failed << len(executable.inputs) | spoiled)
+            if not kind & (failed << len(executable.inputs) | poisoned)
         }
         self._recovery.fail_at(work, check.place, error or outcome.error_of(check), sound)
 
-    def _stand_in(self, work: Any, executable: Executable, arguments: list[Any], spoiled: int) -> None:
+    def _give_zeros(self, work: Any, executable: Executable, arguments: list[Any], poisoned: int) -> None:
         """Gives a launch zeros for inputs that failed: nothing that is left to compute depends on them. Of inputs that
         outputs which are not computed are versions of, it gives copies: their storages get these inputs back."""
         client, device, program = self._client, work.device, work.program
         roots = roots_of(program)
         kinds = zip(program.outputs, (executable.kinds[kind] for kind in executable.kind_of), strict=True)
-        kept = {roots.get(value) for value, kind in kinds if kind & spoiled}
+        kept = {roots.get(value) for value, kind in kinds if kind & poisoned}
         for i, (shape, dtype) in enumerate(executable.inputs):
-            if spoiled >> i & 1:
+            if poisoned >> i & 1:
                 arguments[i] = client.upload(torch.zeros(shape, dtype=dtype), device)
             elif ~i in kept and i in program.donated:
                 arguments[i] = client.upload(client.download(arguments[i]).clone(), device)
@@ -220,9 +220,9 @@ class Executor:
         """Notes a launch that may not have run, with what it holds where somebody counts that."""
         if self._memory.limit(device):
             output = weakref.ref(outputs[0]) if outputs else lambda: None
-            self._memory.track(device, Flight(token, executable.hidden_bytes(arguments), arguments, output))
+            self._memory.track(device, PendingLaunch(token, executable.hidden_bytes(arguments), arguments, output))
         else:
-            self._memory.track(device, Flight(token, 0, (), lambda: None))
+            self._memory.track(device, PendingLaunch(token, 0, (), lambda: None))
 
     def parts_that_fit(self, work: Any, executable: Fitted) -> Parts | None:
         """What to launch instead of what does not fit into memory; None where it does."""
@@ -306,16 +306,20 @@ def _check_arguments(client: Client, executable: Executable, arguments: list[Any
         )
 
 
-def _guards(executable: Executable, outcome: Outcome | None, doubts: Mapping[Guard, int]) -> list[Guard | None]:
+def _guards(
+    executable: Executable, outcome: CheckResults | None, pending: Mapping[PendingCheck, int]
+) -> list[PendingCheck | None]:
     """A guard for each output that depends on a check which is not known to have passed."""
-    own_guards: dict[tuple[int, tuple[Guard, ...]], Guard] = {}  # outputs that depend on the same share one
-    made: list[Guard | None] = []
-    is_alike = executable.has_one_own and all(inputs & executable.common for inputs in doubts.values())
+    own_guards: dict[
+        tuple[int, tuple[PendingCheck, ...]], PendingCheck
+    ] = {}  # outputs that depend on the same share one
+    made: list[PendingCheck | None] = []
+    is_alike = executable.has_one_own and all(inputs & executable.common for inputs in pending.values())
     for sources in executable.kinds[:1] if is_alike else executable.kinds:
         own = sources >> len(executable.inputs)
-        earlier = tuple(guard for guard, inputs in doubts.items() if inputs & sources)
+        earlier = tuple(guard for guard, inputs in pending.items() if inputs & sources)
         if own or len(earlier) > 1:
-            made.append(own_guards.setdefault((own, earlier), Guard(outcome if own else None, own, earlier)))
+            made.append(own_guards.setdefault((own, earlier), PendingCheck(outcome if own else None, own, earlier)))
         else:
             made.append(earlier[0] if earlier else None)
     if outcome:

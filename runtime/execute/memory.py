@@ -24,7 +24,7 @@ _MOST_LISTED = 10
 _EIGHTHS = 8
 
 
-class Flight(NamedTuple):
+class PendingLaunch(NamedTuple):
     """A launch that may not have run; it holds its arguments, whose memory it uses until then.
 
     `hidden_bytes` are those that no array shows; `output` is a weak reference to one of its arrays, which may tell that
@@ -63,7 +63,7 @@ class Memory:
         self._live_tensors = live_tensors
         self._totals = [client.memory_bytes(device) for device in range(len(client.devices))]
         self._is_tight = False
-        self._flights: list[deque[Flight]] = [deque() for _ in client.devices]
+        self._flights: list[deque[PendingLaunch]] = [deque() for _ in client.devices]
 
     def limit(self, device: int) -> int:
         """The most bytes that arrays and launches may take; 0 where nothing limits them."""
@@ -73,7 +73,7 @@ class Memory:
             self._client.keep_no_memory()
         return limit or self._totals[device]
 
-    def track(self, device: int, flight: Flight) -> None:
+    def track(self, device: int, flight: PendingLaunch) -> None:
         """Notes a launch; waits for the oldest where too many have not run."""
         flights = self._flights[device]
         flights.append(flight)
@@ -160,11 +160,11 @@ class Memory:
         ]
         return [f"The largest of {len(found)} live tensors:", *rows] if rows else []
 
-    def _has_run(self, flight: Flight) -> bool:
+    def _has_run(self, flight: PendingLaunch) -> bool:
         """Whether a launch is known to have run."""
         output = flight.output()
         return output is not None and not output.is_deleted() and self._client.is_ready(output)
 
-    def _land(self, flights: deque[Flight]) -> None:
+    def _land(self, flights: deque[PendingLaunch]) -> None:
         with contextlib.suppress(RuntimeError):  # who reads the launch's outputs raises it
             self._client.wait_for_launch(flights.popleft().token)

@@ -115,7 +115,7 @@ class Sequence:
                 if value in state.restored:
                     work.restore(k, *state.restored[value])
                 if state.errors[value] is not state.stopped_by:  # else it fails with the work: who sees it, sees both
-                    work.spoil(k, state.errors[value])
+                    work.poison(k, state.errors[value])
             elif state.stopped_by is not None:
                 work.keep(k, state.arrays[value], state.guards.get(value))
         if state.stopped_by is not None:
@@ -167,7 +167,16 @@ class PartWork:
     """What a launch asks of a work, for one part of it."""
 
     __slots__ = (
-        "_part", "_restored", "_spoiled", "_state", "device", "executable", "floats", "ints", "is_slice", "region",
+        "_part",
+        "_poisoned",
+        "_restored",
+        "_state",
+        "device",
+        "executable",
+        "floats",
+        "ints",
+        "is_slice",
+        "region",
     )  # fmt: skip
 
     def __init__(
@@ -181,7 +190,7 @@ class PartWork:
         self.ints = ints
         self._state = state
         self._part = part
-        self._spoiled: set[int] = set()
+        self._poisoned: set[int] = set()
         self._restored: dict[int, Restored] = {}
 
     @property
@@ -216,8 +225,8 @@ class PartWork:
     def guards(self) -> list[tuple[Any, int]]:
         return self._by_input(self._state.guards)
 
-    def spoil(self, output: int, error: BaseException) -> None:
-        self._spoiled.add(output)
+    def poison(self, output: int, error: BaseException) -> None:
+        self._poisoned.add(output)
         value = self._part.outputs[output]
         self._state.errors[value] = error
         restored = self._restored.get(output) or self._before(output)
@@ -225,7 +234,7 @@ class PartWork:
             self._state.restored[value] = restored
 
     def keep(self, output: int, array: Any, guard: Any) -> None:
-        self._spoiled.add(output)
+        self._poisoned.add(output)
         value = self._part.outputs[output]
         self._state.arrays[value] = array
         if guard is not None:
@@ -252,9 +261,9 @@ class PartWork:
         return program.inputs[~root], array, state.guards.get(value)
 
     def done(self, arrays: list[Any], guards: list[Any]) -> None:
-        state, spoiled = self._state, self._spoiled
+        state, poisoned = self._state, self._poisoned
         for k, value in enumerate(self._part.outputs):
-            if k not in spoiled:
+            if k not in poisoned:
                 state.arrays[value] = arrays[k]
                 if guards and guards[k] is not None:
                     state.guards[value] = guards[k]
@@ -264,8 +273,8 @@ class PartWork:
         if state.stopped_by is None:
             state.stopped_by = state.blamed or error
         for k in range(len(self._part.outputs)):
-            if k not in self._spoiled:
-                self.spoil(k, state.stopped_by)
+            if k not in self._poisoned:
+                self.poison(k, state.stopped_by)
 
     def _by_input(self, things: dict[int, Any]) -> list[tuple[Any, int]]:
         if not things:

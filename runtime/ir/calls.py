@@ -15,7 +15,7 @@ from .program import Lifted, Op, Operand, Random, Result, Scalar, Write
 Parameter = Operand | Lifted
 
 
-class Entry(Protocol):
+class LoweringEntry(Protocol):
     """What the engine needs of an op's lowering (`torchtpu.ops.registry.Lowering`)."""
 
     @property
@@ -41,12 +41,12 @@ class Lowerings(NamedTuple):
     (`torchtpu.ops.registry.Context`).
     """
 
-    general: Mapping[str, Entry]
-    by_platform: Mapping[tuple[str, str], Entry]
+    general: Mapping[str, LoweringEntry]
+    by_platform: Mapping[tuple[str, str], LoweringEntry]
     find: Callable[[str], str]
     context: Callable[..., Any]
 
-    def entry(self, op_name: str, platform: str) -> Entry:
+    def entry(self, op_name: str, platform: str) -> LoweringEntry:
         """The lowering that serves a recorded op; raises NotImplementedError where there is none."""
         name = self.find(op_name)
         found = self.by_platform.get((name, platform)) or self.general.get(name)

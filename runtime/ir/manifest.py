@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .checked import MOST_INT, MOST_RANK, boolean, expression, fields, integer, integers, items, parsed, text
-from .program import Base, Lifted, Op, Operand, Padding, Part, Program, Random, Result, Scalar, Symbolic, Write
+from .program import Base, Lifted, Op, Operand, PaddedExtent, Padding, Program, Random, Result, Scalar, Symbolic, Write
 
 FORMAT = "torchtpu manifest 2"
-_KEPT = (Base, Lifted, Op, Operand, Padding, Part, Program, Random, Result, Scalar, Symbolic, Write)
+_KEPT = (Base, Lifted, Op, Operand, Padding, PaddedExtent, Program, Random, Result, Scalar, Symbolic, Write)
 _CLASSES = {kept.__name__: kept for kept in _KEPT}
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 _VALUES: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ class ManifestError(ValueError):
     """A file that is no manifest, or one of another version."""
 
 
-class Recorded(NamedTuple):
+class RecordedProgram(NamedTuple):
     """A program as it was recorded.
 
     `is_flat` as `lower` has it; `guessed_since` is the line of the first read that was answered with a stand-in before
@@ -57,7 +57,7 @@ class Recorded(NamedTuple):
         return hashlib.sha256(_json(_without_lines(encode(self.program)), self.is_flat)).hexdigest()
 
 
-class Outcome(NamedTuple):
+class ProgramOutcome(NamedTuple):
     """What became of a program in one process: "recorded", "hit", "compiled" or "failed"."""
 
     identity: str
@@ -79,14 +79,14 @@ class Journal:
     def program(self, program: Program, *, is_flat: bool = False) -> str:
         """Notes that a program was recorded; its identity."""
         with self._lock:
-            recorded = Recorded(program, is_flat, self._guessed_since)
+            recorded = RecordedProgram(program, is_flat, self._guessed_since)
             identity = recorded.identity
             if identity not in self._known:
                 self._known.add(identity)
                 self._write({"identity": identity, "program": _encode_recorded(recorded)})
         return identity
 
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: ProgramOutcome) -> None:
         """Notes what became of a program."""
         with self._lock:
             self._write({"outcome": outcome._asdict()})
@@ -153,13 +153,13 @@ def _line(path: str | Path, number: int, content: bytes) -> dict[str, Any]:
     return found
 
 
-def decode_recorded(line: Any) -> Recorded:
+def decode_recorded(line: Any) -> RecordedProgram:
     """The program that a line holds under "program"; ValueError where it holds none."""
-    program, is_flat, guessed_since = fields(line, Recorded._fields)
-    return Recorded(decode(program), boolean(is_flat), text(guessed_since))
+    program, is_flat, guessed_since = fields(line, RecordedProgram._fields)
+    return RecordedProgram(decode(program), boolean(is_flat), text(guessed_since))
 
 
-def _encode_recorded(recorded: Recorded) -> dict[str, Any]:
+def _encode_recorded(recorded: RecordedProgram) -> dict[str, Any]:
     return {**recorded._asdict(), "program": encode(recorded.program)}
 
 
@@ -349,13 +349,13 @@ def _bound(least: int, most: int, length: int) -> tuple[int, int, int]:
     return least, most, length
 
 
-def _part(value: Any) -> Part | None:
+def _part(value: Any) -> PaddedExtent | None:
     """What a padded array has of a tensor."""
     if value is None:
         return None
-    sizes, shape, factors, ranges, dims = _content(value, "Part", 5)
+    sizes, shape, factors, ranges, dims = _content(value, "PaddedExtent", 5)
     taken = [items(item, 3) for item in items(ranges, most=MOST_RANK)]
-    return Part(
+    return PaddedExtent(
         _sizes(sizes),
         _sizes(shape),
         _sizes(factors),

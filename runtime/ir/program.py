@@ -94,7 +94,7 @@ class Symbolic:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PaddedExtent:
     """What a tensor of `sizes` takes of an array of `shape`, which is longer in memory: all of it where `dims` is None.
 
     Else the array is reshaped to `factors`, `ranges[k]` (start, count, step) is taken of factor k, and `dims[d]` are
@@ -119,8 +119,8 @@ class Padding:
 
     counts: tuple[Lifted, ...]
     bounds: tuple[tuple[int, int, int], ...]
-    reads: tuple[Part | None, ...]
-    made: tuple[Part | None, ...]
+    reads: tuple[PaddedExtent | None, ...]
+    made: tuple[PaddedExtent | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torchtpu.runtime.ir.program import Op, Operand
 from .tracing import Fragment
 
 
-class Call(Protocol):
+class RepeatableCall(Protocol):
     """What is asked of a call (`lower` has more)."""
 
     op: Op
@@ -26,7 +26,7 @@ class Call(Protocol):
     def kept(self) -> Iterator[int | None]: ...
 
 
-def repeated(calls: Sequence[Call], is_meant: Callable[[Op], bool]) -> dict[int, int]:
+def repeated(calls: Sequence[RepeatableCall], is_meant: Callable[[Op], bool]) -> dict[int, int]:
     """By the place of each such call the value that it waits for; `is_meant` says of which ops a repetition is."""
     if not any(is_meant(call.op) for call in calls):
         return {}

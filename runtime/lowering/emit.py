@@ -25,7 +25,7 @@ from torchtpu.runtime.ir.types import tensor_type
 from . import views
 from .cse_barriers import barrier, repeated
 from .fragments import Fragments
-from .materialization import STORED, fence, find_fences
+from .materialization import STORED, boundary, find_boundaries
 from .tracing import Fragment
 from .views import Digit, View
 
@@ -83,16 +83,16 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     waits: dict[int, int] = {}
     with fragments.bailouts.attempt("repetitions", program.line):
         waits = repeated(live, fragments.repeats)
-    fences: set[int] = set()
-    with fragments.bailouts.attempt("fences", program.line):
-        fences = find_fences(live, program.outputs, fragments.platform)
-    writer = _Writer(program, is_flat, fences, _find_shields(live, program.outputs))
+    boundaries: set[int] = set()
+    with fragments.bailouts.attempt("boundaries", program.line):
+        boundaries = find_boundaries(live, program.outputs, fragments.platform)
+    writer = _Writer(program, is_flat, boundaries, _find_shields(live, program.outputs))
     for place, call in enumerate(live):
         writer.add(call, waits.get(place))
     return writer.finish()
 
 
-class _Call:
+class _EmittedCall:
     """The program's op number `place`, or one element of it: its fragment, the arrays it takes and makes, and the value
     that each of those is written into."""
 
@@ -147,7 +147,7 @@ class _Call:
                 yield target.value, target.base
 
 
-def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
+def _live_calls(program: Program, fragments: Fragments) -> list[_EmittedCall]:
     """The ops whose results or checks are needed, in order."""
     ops, mapped = list(program.ops), {id(op) for op in program.ops if fragments.maps(op)}
     with fragments.bailouts.attempt("lists", program.line):
@@ -156,13 +156,13 @@ def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
     places_of = {made.value: place for place, op in enumerate(program.ops) for made in results_of(op)}
     found = zip(ops, fragments.find(ops), strict=True)
     calls = [
-        _Call(places[id(op)] if id(op) in places else places_of[results_of(op)[0].value], op, *fragment)
+        _EmittedCall(places[id(op)] if id(op) in places else places_of[results_of(op)[0].value], op, *fragment)
         for op, fragment in found
     ]
     needed: set[int | None] = set(program.outputs)
     lasting = _versions_before(calls, program.outputs)
     checks = list(itertools.accumulate(len(call.fragment.checks) for call in calls))
-    live: list[_Call] = []
+    live: list[_EmittedCall] = []
     for call, num_checks in zip(reversed(calls), reversed(checks), strict=True):
         if not call.fragment.checks and needed.isdisjoint([r.value for r in call.made]):
             continue
@@ -177,7 +177,7 @@ def _live_calls(program: Program, fragments: Fragments) -> list[_Call]:
     return live[::-1]
 
 
-def _versions_before(calls: list[_Call], outputs: Collection[int]) -> set[int]:
+def _versions_before(calls: list[_EmittedCall], outputs: Collection[int]) -> set[int]:
     """The versions of storages that lead to an output."""
     under = {target.value: old for call in calls for target, old in zip(call.made, call.under, strict=True)}
     found: set[int] = set()
@@ -189,7 +189,7 @@ def _versions_before(calls: list[_Call], outputs: Collection[int]) -> set[int]:
     return found
 
 
-def _find_shields(calls: list[_Call], outputs: Collection[int]) -> dict[int, bool]:
+def _find_shields(calls: list[_EmittedCall], outputs: Collection[int]) -> dict[int, bool]:
     """The versions of storages that lead to an output: whether each has to be right itself where a check has failed.
     It need not where nothing is made of it but the next version, in the same loop and before another check."""
     shields = dict.fromkeys(_versions_before(calls, outputs), True)
@@ -242,7 +242,7 @@ class _Writer:
         self._read: dict[tuple[int | None, View, int | Lifted], str] = {}
         self._numbers: dict[Lifted, str] = {}
 
-    def add(self, call: _Call, after: int | None = None) -> None:
+    def add(self, call: _EmittedCall, after: int | None = None) -> None:
         """Adds an op: the views it reads, the call, which waits for value `after`, and its results and writes."""
         fragment = call.fragment
         arguments = [self._argument(call.parameters[n]) for n in fragment.used]
@@ -289,7 +289,7 @@ class _Writer:
         sources = tuple(map(self._sources_of, program.outputs))
         return Module(text, inputs, avals, tuple(self._checks), sources, self._offsets)
 
-    def _trace_sources(self, call: _Call) -> None:
+    def _trace_sources(self, call: _EmittedCall) -> None:
         """Notes the op's checks and what its results depend on."""
         op, fragment, sources = call.op, call.fragment, self._sources
         taken = [sources.get(p.value, 0) if type(p) is Operand else 0 for p in call.parameters]
@@ -305,7 +305,7 @@ class _Writer:
             sources[target.value] = own | checked | self._asserted | sources.get(kept, 0)
             self._shield(call, target, old)
 
-    def _shield(self, call: _Call, target: Result | Write, old: int | None) -> None:
+    def _shield(self, call: _EmittedCall, target: Result | Write, old: int | None) -> None:
         """Notes which checks a version of a storage does not depend on, as the one before it stays where they fail."""
         value, checks = target.value, len(self._checks)
         self._sound[value] = value
@@ -334,7 +334,7 @@ class _Writer:
             return sources
         return sources & (1 << len(self._program.inputs) + self._unshielded[output]) - 1
 
-    def _wait(self, call: _Call, arguments: list[str], value: int) -> list[str]:
+    def _wait(self, call: _EmittedCall, arguments: list[str], value: int) -> list[str]:
         types = [
             tensor_type(p.sizes, p.dtype)
             for p in (call.parameters[n] for n in call.fragment.used)
@@ -346,7 +346,7 @@ class _Writer:
         return made
 
     def _stored(self, name: str, base: Base) -> str:
-        symbol, text, kind = fence(base)
+        symbol, text, kind = boundary(base)
         self._functions.setdefault(symbol, text)
         stored = f"%r{self._next()}"
         self._lines.append(f"    {stored} = call @{symbol}({name}) {kind}")
@@ -369,7 +369,7 @@ class _Writer:
         self._lines.append(f"    {chosen} = stablehlo.select {self._all_passed()}, {new}, {old} : tensor<i1>, {kind}")
         return chosen
 
-    def _lies_as_made(self, call: _Call) -> bool:
+    def _lies_as_made(self, call: _EmittedCall) -> bool:
         """Whether an op's only result is the array of a storage as it stands, and that of the version before it."""
         (write,), (old,) = call.made, call.under
         assert isinstance(write, Write)
@@ -377,7 +377,7 @@ class _Writer:
             return False
         return write.offset == 0 and _is_whole(write, write.base)
 
-    def _call_if_passed(self, call: _Call, arguments: list[str]) -> str:
+    def _call_if_passed(self, call: _EmittedCall, arguments: list[str]) -> str:
         """What an op makes of a storage, whose elements are changed where they lie and only if all checks have passed,
         its own included: of the call that makes these, nothing else is left. XLA copies what stablehlo.if is given."""
         (write,), (old,) = call.made, call.under
@@ -442,7 +442,7 @@ class _Writer:
         """A new tensor's array, whose dimensions are in memory order."""
         return self._write(result.base, View(result.sizes, result.strides, 0, result.dtype), new, None, 0)
 
-    def _apply(self, call: _Call, write: Write, new: str, old: int | None, *, is_shielded: bool) -> str:
+    def _apply(self, call: _EmittedCall, write: Write, new: str, old: int | None, *, is_shielded: bool) -> str:
         """The array after a write into value `old`; where `is_shielded`, what was there if a check has failed."""
         if old in self._roots:
             self._roots[write.value] = self._roots[old]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torchtpu.compiler_cache import Key, Store
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.ir.calls import Entry, Lowerings, Parameter, describe_results, parameters, results_of
+from torchtpu.runtime.ir.calls import LoweringEntry, Lowerings, Parameter, describe_results, parameters, results_of
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
 from torchtpu.runtime.ir.program import Op
 from torchtpu.runtime.telemetry.bailouts import Bailouts
@@ -72,7 +72,7 @@ class Fragments:
         """Whether the op, called again with the same arguments, is to be computed again."""
         return self._entry(op).repeats
 
-    def _entry(self, op: Op) -> Entry:
+    def _entry(self, op: Op) -> LoweringEntry:
         try:
             return self._lowerings.entry(op.name, self.platform)
         except Exception as error:
@@ -134,7 +134,7 @@ class Fragments:
 
     def _add(self, missing: dict[str, Op], watched: str) -> dict[str, Fragment]:
         added: dict[str, Fragment] = {}
-        waiting: list[tuple[str, Op, Entry]] = []
+        waiting: list[tuple[str, Op, LoweringEntry]] = []
         for key, op in missing.items():
             known = self._find(key)  # another thread may have been here
             if known is not None:
@@ -158,7 +158,7 @@ class Fragments:
             self._keep(key, fragment)
         return added
 
-    def _trace(self, waiting: list[tuple[str, Op, Entry]], watched: str) -> dict[str, Fragment]:
+    def _trace(self, waiting: list[tuple[str, Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
         started = time.perf_counter()
         traced = self._tracer.trace([(op, entry) for _, op, entry in waiting], watched)
         self._counters.fragment_traces += len(traced)
@@ -168,7 +168,7 @@ class Fragments:
                 self._store.put(self._disk_key(key, entry), _encode(fragment), {"op": op.name, "build_ms": build_ms})
         return {key: fragment for (key, _, _), fragment in zip(waiting, traced, strict=True)}
 
-    def _disk_key(self, key: str, entry: Entry) -> Key:
+    def _disk_key(self, key: str, entry: LoweringEntry) -> Key:
         parts = {
             "op": key,
             "platform": self.platform,

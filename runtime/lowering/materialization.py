@@ -34,7 +34,7 @@ _SLOW = {
 }  # fmt: skip
 
 
-class Costs(NamedTuple):
+class MaterializationCosts(NamedTuple):
     """What an element costs, in simple ops on one element: a slow op, storing it and reading it again, and, once for
     all elements of a value, one more loop. `chain` is the most that one loop should do for an element of a value with
     at least `many`."""
@@ -47,10 +47,12 @@ class Costs(NamedTuple):
 
 
 # Version 2, measured with jaxlib 0.10.2.
-COSTS: Mapping[str, Costs] = {"cpu": Costs(slow=6.0, stored=3.0, loop=8192.0, chain=64.0, many=1024)}
+COSTS: Mapping[str, MaterializationCosts] = {
+    "cpu": MaterializationCosts(slow=6.0, stored=3.0, loop=8192.0, chain=64.0, many=1024)
+}
 
 
-class Call(Protocol):
+class StoredCall(Protocol):
     """An op of the program: its fragment, the values that it reads and those that it makes, with their sizes."""
 
     fragment: Fragment
@@ -60,7 +62,7 @@ class Call(Protocol):
     def stored_whole(self) -> Iterable[tuple[int, Base]]: ...
 
 
-def find_fences(calls: Sequence[Call], outputs: Collection[int], platform: str) -> set[int]:
+def find_boundaries(calls: Sequence[StoredCall], outputs: Collection[int], platform: str) -> set[int]:
     """The values to store: those whose consumers would spend more on computing them again."""
     costs = COSTS.get(platform)
     if costs is None:
@@ -88,14 +90,14 @@ def find_fences(calls: Sequence[Call], outputs: Collection[int], platform: str) 
     return found
 
 
-def _work(text: str, costs: Costs) -> tuple[float, bool]:
+def _work(text: str, costs: MaterializationCosts) -> tuple[float, bool]:
     """What an element of a fragment's results costs since something was stored, and whether anything was."""
     *before, last = _END_OF_FUSION.split(text)
     names = [name for name in _OP.findall(last) if name not in _FREE]
     return sum(costs.slow if name in _SLOW else 1.0 for name in names), bool(before)
 
 
-def fence(base: Base) -> tuple[str, str, str]:
+def boundary(base: Base) -> tuple[str, str, str]:
     """The symbol and the text of the function that a stored value passes, and how it is called after its argument."""
     kind = tensor_type(*base)
     symbol = f"store_{re.sub(r'[^0-9A-Za-z]', '_', kind)}"

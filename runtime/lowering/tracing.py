@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.ir.calls import Entry, Parameter, bind, full_name, parameters, results_of, schema_of, written
-from torchtpu.runtime.ir.program import Lifted, Op, Operand, Part, Random, Scalar, Symbolic, Write
+from torchtpu.runtime.ir.calls import (
+    LoweringEntry,
+    Parameter,
+    bind,
+    full_name,
+    parameters,
+    results_of,
+    schema_of,
+    written,
+)
+from torchtpu.runtime.ir.program import Lifted, Op, Operand, PaddedExtent, Random, Scalar, Symbolic, Write
 from torchtpu.runtime.ir.types import tensor_type
 
 _MOST_TRACED = 2048  # ops, of which jax keeps some 4 kB each
@@ -54,7 +63,7 @@ class Tracer:
         self._context = context
         self._num_traced = 0  # ops, since what jax keeps of them was dropped
 
-    def trace(self, ops: Sequence[tuple[Op, Entry]], watched: str = "off") -> list[Fragment]:
+    def trace(self, ops: Sequence[tuple[Op, LoweringEntry]], watched: str = "off") -> list[Fragment]:
         """A fragment per op; the error of a lowering names its op and line."""
         import jax
 
@@ -90,7 +99,7 @@ def explained(op: Op, error: Exception) -> Exception:
 class _Trace:
     """One op on its way through JAX."""
 
-    def __init__(self, op: Op, entry: Entry, context: Callable[..., Any], platform: str, watched: str) -> None:
+    def __init__(self, op: Op, entry: LoweringEntry, context: Callable[..., Any], platform: str, watched: str) -> None:
         self._watched = watched
         self._op = op
         self._entry = entry
@@ -187,7 +196,7 @@ class _PaddedTrace(_Trace):
         assert len(made) == len(self._results) + len(self._context.checks)
         return made
 
-    def _symbolic(self, parts: Sequence[Part | None], *arrays: Any) -> list[Any]:
+    def _symbolic(self, parts: Sequence[PaddedExtent | None], *arrays: Any) -> list[Any]:
         """The op's results on arrays with symbolic sizes, each as the array that holds it, and its checks."""
         symbols = self._symbols
         views = [a if part is None else symbols.read(a, part) for a, part in zip(arrays, parts, strict=False)]

@@ -14,7 +14,7 @@ from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.telemetry.counters import Counters
 
-from .layout import Padded
+from .layout import PaddedProgram
 
 Shape = tuple[int, ...]
 
@@ -60,7 +60,7 @@ class PaddedExecutable:
     meets_others = False
     takes_padding = True
 
-    def __init__(self, client: Client, counters: Counters, padded: Padded, executable: Any) -> None:
+    def __init__(self, client: Client, counters: Counters, padded: PaddedProgram, executable: Any) -> None:
         self.executable = executable
         self.program = padded.program
         self.outputs = padded.outputs

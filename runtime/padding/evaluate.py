@@ -25,7 +25,7 @@ from jax._src import core
 from jax._src.export import shape_poly
 from jax.lax import GatherScatterMode
 
-from torchtpu.runtime.ir.program import Part
+from torchtpu.runtime.ir.program import PaddedExtent
 
 from .layout import Bound, Refused
 
@@ -95,7 +95,7 @@ class Symbols:
     def evaluate(
         self,
         function: Callable[..., list[Any]],
-        parts: Sequence[Part | None],
+        parts: Sequence[PaddedExtent | None],
         given: Sequence[Any],
         shapes: Sequence[Sequence[int]],
     ) -> list[Any]:
@@ -114,7 +114,7 @@ class Symbols:
         made = evaluate(closed, fitted, sizes)
         return [fit(m, shape) for m, shape in zip(made, shapes, strict=False)] + made[len(shapes) :]
 
-    def read(self, array: Any, part: Part) -> Any:
+    def read(self, array: Any, part: PaddedExtent) -> Any:
         """What a tensor takes of its array."""
         sizes = self.sizes(part.sizes)
         if part.dims is None:
@@ -133,7 +133,7 @@ class Symbols:
         array = lax.reshape(array, tuple(math.prod(ranges[k][1] for k in dim) for dim in part.dims))
         return jnp.broadcast_to(array, sizes)
 
-    def write(self, old: Any, new: Any, part: Part) -> Any:
+    def write(self, old: Any, new: Any, part: PaddedExtent) -> Any:
         """The array with `new` where a tensor takes it; what is not taken stays as it was."""
         shape, factors = self.sizes(part.shape), self.sizes(part.factors)
         if part.dims is None:

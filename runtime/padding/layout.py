@@ -35,8 +35,8 @@ from torchtpu.runtime.ir.program import (
     Lifted,
     Op,
     Operand,
+    PaddedExtent,
     Padding,
-    Part,
     Program,
     Result,
     Scalar,
@@ -172,7 +172,7 @@ class _Number(NamedTuple):
     of: tuple[Any, ...]
 
 
-class _Call(NamedTuple):
+class _PaddedCall(NamedTuple):
     name: str
     precision: str | None
     args: tuple[Any, ...]
@@ -184,7 +184,7 @@ class Outline(NamedTuple):
     """A program without what its slots are."""
 
     inputs: tuple[tuple[Leaf, ...], ...]
-    calls: tuple[_Call, ...]
+    calls: tuple[_PaddedCall, ...]
     about: tuple[Any, ...]
 
 
@@ -205,7 +205,7 @@ def slots_of(program: Program, is_special: IsStructural) -> tuple[Outline, list[
     return outline(program, slots.append, is_special), slots
 
 
-def _call(op: Op, slot: Callable[[int], Leaf], is_special: IsStructural) -> _Call:
+def _call(op: Op, slot: Callable[[int], Leaf], is_special: IsStructural) -> _PaddedCall:
     names = [argument.name for argument in schema_of(op.name).arguments]
 
     def is_kept(place: int) -> Callable[[int], bool]:
@@ -217,7 +217,7 @@ def _call(op: Op, slot: Callable[[int], Leaf], is_special: IsStructural) -> _Cal
     )
     kinds = tuple(r if r is None else type(r).__name__ for r in op.results)
     writes = tuple((w.arg, w.element, w.value, w.replaces) for w in op.writes)
-    return _Call(op.name, op.precision, args, made, (kinds, writes))
+    return _PaddedCall(op.name, op.precision, args, made, (kinds, writes))
 
 
 def _argument(given: Any, slot: Callable[[int], Leaf], is_kept: Callable[[int], bool]) -> Any:
@@ -354,7 +354,7 @@ def _line(name: str, values: Sequence[int], column: Sequence[int]) -> Size | Non
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
+class PaddedProgram:
     """A program of longer arrays. After its own run-time ints it takes `numbers`; `inputs` and `outputs` are the
     shapes that count, by place, of the arrays that are longer. Its form is what the programs `samples` have in common.
     """
@@ -390,7 +390,7 @@ class Template:
         self._limits: dict[str, tuple[int, int]] | None = None
         self._programs: dict[tuple[Bound, ...], _Made] = {}
 
-    def pad(self, program: Program, slots: Sequence[int]) -> Padded:
+    def pad(self, program: Program, slots: Sequence[int]) -> PaddedProgram:
         """The program in this form; Refused where a slot is not what it is in this form."""
         values = {name: slots[place] for name, place in self._homes.items()}
         found = {size: size.value(values) for size in self._sizes}
@@ -409,7 +409,7 @@ class Template:
         shapes.update((m.value, m.base.shape) for op in program.ops for m in results_of(op))
         outputs = {k: shapes[program.outputs[k]] for k in made.outputs}
         numbers = tuple(size.value(values) for size in made.numbers)
-        return Padded(made.program, numbers, inputs, outputs, self._samples)
+        return PaddedProgram(made.program, numbers, inputs, outputs, self._samples)
 
     def _outline(self, program: Program) -> Outline:
         slots = iter(self._slots)
@@ -488,7 +488,7 @@ class Layouts:
             while sum(len(p.ops) for p in self._recent) > _MOST_RECENT_OPS and len(self._recent) > _FEWEST_RECENT:
                 self._recent.popleft()
 
-    def pad(self, program: Program, others: Sequence[Program], check: Callable[[Padded], None]) -> Padded:
+    def pad(self, program: Program, others: Sequence[Program], check: Callable[[PaddedProgram], None]) -> PaddedProgram:
         """The padded form of a program, as programs of the same ops had it, or as these, and those of the same ops that
         were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
         shared, slots = slots_of(program, self._is_special)
@@ -516,7 +516,9 @@ class Layouts:
             while len(self._templates) > _MOST_OUTLINES:
                 del self._templates[next(iter(self._templates))]
 
-    def pad_as(self, program: Program, samples: Sequence[Program], check: Callable[[Padded], None]) -> Padded:
+    def pad_as(
+        self, program: Program, samples: Sequence[Program], check: Callable[[PaddedProgram], None]
+    ) -> PaddedProgram:
         """The padded form of a program that another process made of these samples; raises Refused, or what `check`
         raises."""
         shared, slots = slots_of(program, self._is_special)
@@ -556,7 +558,7 @@ def _shapes(program: Program) -> tuple[tuple[int, ...], ...]:
     return (*read, *(base.shape for base in bases_of(program).values()))
 
 
-def skeleton(program: Program) -> str:
+def shape_agnostic_signature(program: Program) -> str:
     """What programs have in common that differ in sizes alone."""
     ops = [(op.name, [o.value for o in operands(op)], [made.value for made in results_of(op)]) for op in program.ops]
     return hashlib.sha256(repr(ops).encode()).hexdigest()
@@ -636,7 +638,7 @@ class _Maker:
             self._numbers[size] = Lifted("i", self._program.ints + len(self._numbers))
         return self._numbers[size]
 
-    def _op(self, op: Op, call: _Call) -> Op:
+    def _op(self, op: Op, call: _PaddedCall) -> Op:
         if not _has_size(call):
             return op
         targets = [written(op, write).value for write in op.writes]
@@ -711,7 +713,7 @@ class _PaddedOp:
 
     def __init__(self, maker: _Maker) -> None:
         self.names: dict[str, str] = {}
-        self.reads: list[Part | None] = []
+        self.reads: list[PaddedExtent | None] = []
         self._maker = maker
 
     def argument(self, given: Any, outlined: Any, *, is_number: bool) -> Any:
@@ -729,10 +731,10 @@ class _PaddedOp:
             return Symbolic(str(self.text(outlined.value)))
         return given
 
-    def part(self, view: _View) -> Part:
+    def part(self, view: _View) -> PaddedExtent:
         """A tensor over a longer array."""
         factors, ranges, dims = view.box or ((), (), ())
-        return Part(
+        return PaddedExtent(
             self._texts(view.sizes),
             self._texts(view.shape),
             self._texts(factors),

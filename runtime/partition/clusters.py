@@ -19,7 +19,7 @@ from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.lowering.materialization import STORED
 from torchtpu.runtime.lowering.tracing import Fragment
 
-from .repeats import Run, find_runs
+from .repeats import Repetition, find_runs
 from .split import Part, split
 
 _SHORTEST = 8  # ops that a run repeats at least
@@ -27,7 +27,7 @@ _HOT = 100  # launches after which a region is worth compiling whole, at least
 _MS_A_LAUNCH = 40.0  # milliseconds of compiling that each launch so far is worth
 
 
-class Costs(NamedTuple):
+class ClusterCosts(NamedTuple):
     """What compiling costs on one platform, in milliseconds per line of a program and per square of its lines.
 
     A cluster has `least_lines` at least. A run becomes clusters where that saves `least_saving_ms`, and where what they
@@ -46,8 +46,8 @@ class Costs(NamedTuple):
 
 
 # Version 1, measured with jaxlib 0.10.2.
-COSTS: Mapping[str, Costs] = {
-    "cpu": Costs(line_ms=0.6, square_ms=1.6e-4, least_lines=150, least_saving_ms=200.0, most_carried=0.25),
+COSTS: Mapping[str, ClusterCosts] = {
+    "cpu": ClusterCosts(line_ms=0.6, square_ms=1.6e-4, least_lines=150, least_saving_ms=200.0, most_carried=0.25),
 }
 
 
@@ -81,7 +81,7 @@ def search(program: Program, ops: Sequence[Op], fragments: Fragments) -> Places 
     whole."""
     costs = COSTS[fragments.platform]
     kept, unread, found = needed(program, ops, fragments)
-    finder = _Finder(replace(program, ops=reading(ops, kept, unread)), found)
+    finder = _ClusterFinder(replace(program, ops=reading(ops, kept, unread)), found)
     runs = finder.runs(costs)
     return Places(kept, unread, runs, max(_HOT, round(finder.compile_ms(costs) / _MS_A_LAUNCH))) if runs else None
 
@@ -132,7 +132,7 @@ def reading(ops: Sequence[Op], kept: Sequence[int], unread: Mapping[int, Sequenc
     return tuple(op(place, unread.get(i)) for i, place in enumerate(kept))
 
 
-class _Finder:
+class _ClusterFinder:
     """Looks for runs in a program whose ops have these fragments."""
 
     def __init__(self, program: Program, fragments: Sequence[Fragment]) -> None:
@@ -148,11 +148,11 @@ class _Finder:
         pairs = zip(program.ops, fragments, strict=True)
         self._kinds = [known.setdefault((f.symbol, _geometry(op)), len(known)) for op, f in pairs]
 
-    def compile_ms(self, costs: Costs) -> float:
+    def compile_ms(self, costs: ClusterCosts) -> float:
         """The estimated time that the whole program compiles."""
         return costs.compile_ms(sum(self._lines))
 
-    def runs(self, costs: Costs) -> list[range]:
+    def runs(self, costs: ClusterCosts) -> list[range]:
         """Where the clusters of each run begin."""
         total = sum(self._lines)
         ranges: list[range] = []
@@ -166,12 +166,12 @@ class _Finder:
                 ranges.append(range(first, merged.start + merged.length - merged.period + 1, merged.period))
         return ranges
 
-    def _merged(self, run: Run, least_lines: int) -> Run:
+    def _merged(self, run: Repetition, least_lines: int) -> Repetition:
         """The run with several periods taken as one where one alone is small."""
         lines = sum(self._lines[run.start : run.start + run.period])
         return run._replace(period=run.period * max(1, -(-least_lines // lines)))
 
-    def _first(self, run: Run) -> int:
+    def _first(self, run: Repetition) -> int:
         """Where in its first period a run is best taken apart: where the fewest bytes pass from part to part."""
         changes = [0] * (run.length + 1)  # of the bytes that cross, from one place to the next
         for i, op in enumerate(self._program.ops[run.start : run.start + run.length]):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Run(NamedTuple):
+class Repetition(NamedTuple):
     """`sequence[start : start + length]` repeats itself every `period` places, at least twice."""
 
     start: int
@@ -24,12 +24,12 @@ class Run(NamedTuple):
         return (self.length // self.period - 1) * self.period
 
 
-def find_runs(sequence: Sequence[int], shortest: int) -> list[Run]:
+def find_runs(sequence: Sequence[int], shortest: int) -> list[Repetition]:
     """Disjoint runs in order, each the one that repeats most of what the others left.
 
     Of two that repeat as much the one of shorter period counts. A run repeats at least `shortest` places.
     """
-    found: list[Run] = []
+    found: list[Repetition] = []
     waiting = [(0, np.asarray(sequence, dtype=np.int64))]
     while waiting:
         start, places = waiting.pop()
@@ -42,8 +42,8 @@ def find_runs(sequence: Sequence[int], shortest: int) -> list[Run]:
     return sorted(found)
 
 
-def _best(places: np.ndarray, shortest: int) -> Run | None:
-    best: Run | None = None
+def _best(places: np.ndarray, shortest: int) -> Repetition | None:
+    best: Repetition | None = None
     for period in range(1, len(places) // 2 + 1):
         most = len(places) // period * period - period
         if most < shortest or (best is not None and most <= best.repeated):
@@ -54,7 +54,7 @@ def _best(places: np.ndarray, shortest: int) -> Run | None:
         edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False]))))
         starts, ends = edges[::2], edges[1::2]
         longest = int(np.argmax((ends - starts) // period))
-        run = Run(int(starts[longest]), int(ends[longest] - starts[longest]) + period, period)
+        run = Repetition(int(starts[longest]), int(ends[longest] - starts[longest]) + period, period)
         if run.repeated >= max(shortest, best.repeated + 1 if best else 0):
             best = run
     return best

@@ -1,4 +1,4 @@
-"""Building joint regions: in comes a program with collectives, out goes what a plan is given for it."""
+"""Building SPMD regions: in comes a program with collectives, out goes what a plan is given for it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.partition.split import split
 from torchtpu.runtime.telemetry.observers import Observer
 
-from .groups import Pieces
+from .groups import MultiGroupRegion
 from .host_calls import HostCall
-from .regions import Collectives, Form, Joint, ends_around
+from .regions import Collectives, LoweredVariant, SpmdRegion, ends_around
 
 
-class Joints:
+class SpmdBuilder:
     """`collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means;
     `builder` makes the executable of a program for one device."""
 
@@ -50,40 +50,40 @@ class Joints:
         """Whether the program has collectives."""
         return any(op.name == self._collectives.op for op in program.ops)
 
-    def executable(self, program: Program, device: int) -> Joint | Pieces | HostCall | None:
+    def executable(self, program: Program, device: int) -> SpmdRegion | MultiGroupRegion | HostCall | None:
         """What runs a program with collectives, as a whole where the ranks agree, else in parts; None without any."""
         collectives = self._collectives
         if not self.concern(program):
             return None
         found = {collectives.homes(op) for op in program.ops if op.name == collectives.op}
         if len(found) > 1 and () not in found:
-            joint_of = functools.partial(self._joint, device=device, may_stop=False)
+            region_of = functools.partial(self._region, device=device, may_stop=False)
             run_alone = functools.partial(self._alone, device=device)
-            return Pieces(program, collectives.op, self.group_of, joint_of, run_alone)
+            return MultiGroupRegion(program, collectives.op, self.group_of, region_of, run_alone)
         if () in found and len(program.ops) == 1:
             return self._call(program, device)
-        return self._joint(program, device, may_stop=True)
+        return self._region(program, device, may_stop=True)
 
     def group_of(self, op: Op) -> Homes | None:
         """The devices that launch an op together, where it is a collective."""
         return self._collectives.homes(op) if op.name == self._collectives.op else None
 
-    def _joint(self, program: Program, device: int, *, may_stop: bool) -> Joint:
+    def _region(self, program: Program, device: int, *, may_stop: bool) -> SpmdRegion:
         collectives = self._collectives
         found = {homes for op in program.ops if (homes := self.group_of(op)) is not None}
         homes = found.pop() if len(found) == 1 else ()
-        make_form = functools.partial(self._form, device, homes) if homes else None
+        make_variant = functools.partial(self._variant, device, homes) if homes else None
 
-        def build(part: Program) -> Joint | Executable:
+        def build(part: Program) -> SpmdRegion | Executable:
             if self.concern(part):
-                return self._joint(part, device, may_stop=True)
+                return self._region(part, device, may_stop=True)
             return self._builder.executable_of(part, device)
 
-        return Joint(
+        return SpmdRegion(
             program,
             collectives,
             self._is_structural,
-            make_form,
+            make_variant,
             build,
             self._parts(program, device),
             may_stop=may_stop,
@@ -105,7 +105,7 @@ class Joints:
         is_call = program.ops[0].name == self._collectives.op
         return self._call(program, device) if is_call else self._builder.executable_of(program, device)
 
-    def _form(self, device: int, homes: Homes, program: Program, is_flat: bool) -> Form:
+    def _variant(self, device: int, homes: Homes, program: Program, is_flat: bool) -> LoweredVariant:
         plan = self._plans.find(program, is_flat=is_flat, homes=homes)
         about = about_of(program, plan)
 
@@ -116,8 +116,8 @@ class Joints:
                 observer.planned(program, about, flight)
             return Executable(self._client, plan, flight.result(), device, about, _refuse)
 
-        return Form(about.identity, plan.offsets, build)
+        return LoweredVariant(about.identity, plan.offsets, build)
 
 
 def _refuse() -> Executable:
-    raise AssertionError("another form is chosen before the launch")
+    raise AssertionError("another variant is chosen before the launch")

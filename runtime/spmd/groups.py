@@ -20,7 +20,7 @@ from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.ir.values import operands
 from torchtpu.runtime.partition.split import split
 
-from .regions import Joint, ends_around
+from .regions import SpmdRegion, ends_around
 
 GroupOf = Callable[[Op], Homes | None]  # the devices that launch a collective together; None for any other op
 
@@ -58,10 +58,10 @@ def ordered(program: Program, pieces: list[list[int]]) -> tuple[Program, list[in
     return replace(program, ops=ops), ends
 
 
-class Pieces:
+class MultiGroupRegion:
     """What a plan is given whose program has collectives of several groups.
 
-    `joint_of` makes what a piece runs with, `run_alone` the executable of one op or of the ops between collectives.
+    `region_of` makes what a piece runs with, `run_alone` the executable of one op or of the ops between collectives.
     """
 
     meets_others = True
@@ -73,7 +73,7 @@ class Pieces:
         program: Program,
         collective: str,
         group_of: GroupOf,
-        joint_of: Callable[[Program], Joint],
+        region_of: Callable[[Program], SpmdRegion],
         run_alone: Callable[[Program], Any],
     ) -> None:
         self._program = program
@@ -81,8 +81,8 @@ class Pieces:
         self._run_alone = run_alone
         self._pieces = split_by_group(program, group_of)
         parts = split(*ordered(program, self._pieces))
-        self._joint = functools.cache(lambda number: joint_of(parts[number].program))
-        self._sequence = Sequence(program, parts, self._joint)
+        self._region = functools.cache(lambda number: region_of(parts[number].program))
+        self._sequence = Sequence(program, parts, self._region)
         self._rest = functools.cache(self._alone_from)
 
     def launch(self, work: Any, context: LaunchContext) -> None:
@@ -91,7 +91,7 @@ class Pieces:
             sequence, state = self._sequence, self._sequence.begin(work)
             for number in range(len(self._pieces)):
                 part_work = sequence.part_work(state, number)
-                if not self._joint(number).meet(part_work, context):
+                if not self._region(number).meet(part_work, context):
                     self._rest(number).go_on(state, number, context.launch)
                     return
                 sequence.forget(state, number)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.execute.checks import Guard, unsettled
+from torchtpu.runtime.execute.checks import PendingCheck, unsettled
 from torchtpu.runtime.execute.executable import LaunchContext
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Result
 from torchtpu.runtime.telemetry.observers import Called
@@ -53,8 +53,8 @@ class HostCall:
             outputs = self.run(work)
             for observer in context.observers:
                 observer.called(Called(self.op.name, work.device, self.op.line, started, time.perf_counter()))
-            doubts = unsettled(work.guards())
-            work.done(outputs, [Guard(None, 0, doubts)] * len(outputs) if doubts else [])
+            pending = unsettled(work.guards())
+            work.done(outputs, [PendingCheck(None, 0, pending)] * len(outputs) if pending else [])
 
     def run(self, work: Any) -> list[Any]:
         """Runs the op now; waits for its arguments. Raises what the op raises, or what an argument failed with."""

@@ -13,8 +13,8 @@ from torchtpu.cli.output import Json, err, fail, out, print_json, show_bytes, sh
 from torchtpu.compiler_cache import (
     UNREADABLE,
     BundleError,
+    CacheEntry,
     DirectoryStore,
-    Entry,
     EntryFile,
     cause_of,
     default_directory,
@@ -214,7 +214,7 @@ def _find(store: DirectoryStore, digest: str) -> EntryFile:
     return found[0]
 
 
-def _read(file: EntryFile) -> Entry:
+def _read(file: EntryFile) -> CacheEntry:
     try:
         return file.read()
     except UNREADABLE as error:

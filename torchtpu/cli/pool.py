@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Done(NamedTuple):
+class Completed(NamedTuple):
     """What became of a program; `note` is what the cache notes of it, its cost included where the compiler says one."""
 
     outcome: str  # "hit", "compiled" or "failed"
@@ -29,7 +29,7 @@ class Done(NamedTuple):
     note: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
-Answer = Callable[[str, Done], None]
+Answer = Callable[[str, Completed], None]
 READY = "ready\n"  # a worker's first line
 
 
@@ -83,7 +83,7 @@ class Pool:
                 process = process or self._start(log)
                 done = None if process is None else _ask(process, recorded)
                 if done is None:
-                    done = Done("failed", error=self._problem if process is None else _why(process, log))
+                    done = Completed("failed", error=self._problem if process is None else _why(process, log))
                     process = None
                 self._answer(identity, done)
             if process is not None:
@@ -116,13 +116,13 @@ class Pool:
             self._processes.discard(process)
 
 
-def _ask(process: subprocess.Popen[str], recorded: Any) -> Done | None:
+def _ask(process: subprocess.Popen[str], recorded: Any) -> Completed | None:
     """The worker's answer; None where it died."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(recorded) + "\n")
         process.stdin.flush()
-        return Done(**json.loads(process.stdout.readline()))
+        return Completed(**json.loads(process.stdout.readline()))
     except (OSError, ValueError):
         return None
 

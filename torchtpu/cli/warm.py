@@ -127,7 +127,7 @@ def _environment(target: str) -> dict[str, str]:
 
 
 def _ranks(world_size: int, ranks: str) -> list[int]:
-    """The ranks that are rehearsed, none where there is no such job."""
+    """The ranks that are made in a dry run, none where there is no such job."""
     try:
         chosen = {int(rank) for rank in ranks.split(",")} if ranks else {0, world_size - 1}
     except ValueError:

@@ -13,13 +13,13 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torchtpu.cli.output import err, out, show_bytes, show_count, show_seconds, table
-from torchtpu.cli.pool import Done, Pool
+from torchtpu.cli.pool import Completed, Pool
 from torchtpu.compiler_cache import DirectoryStore
 from torchtpu.runtime.ir.manifest import decode_recorded, read_lines, write_lines
 
 _ROWS = 40
 _GAPS = 4
-_UNKNOWN = Done("")
+_UNKNOWN = Completed("")
 _BETTER = {"": 0, "recorded": 0, "failed": 1, "hit": 2, "compiled": 3}  # which of two is told
 
 
@@ -31,7 +31,7 @@ class Seen:
     line: str
     ops: int
     guessed_since: str
-    done: Done = _UNKNOWN
+    done: Completed = _UNKNOWN
 
 
 class Report:
@@ -114,7 +114,7 @@ class Report:
             self.fallbacks.update(fields["facts"].get("fallbacks", {}))
         elif self._pool is None:
             outcome = fields["outcome"]
-            done = Done(outcome["outcome"], outcome["digest"], outcome["milliseconds"], error=outcome["error"])
+            done = Completed(outcome["outcome"], outcome["digest"], outcome["milliseconds"], error=outcome["error"])
             self._answer(outcome["identity"], self._looked_up(done))
 
     def _add(self, identity: str, fields: dict[str, Any]) -> None:
@@ -130,13 +130,13 @@ class Report:
         assert self._pool is not None
         self._pool.submit(identity, seen.recorded)
 
-    def _answer(self, identity: str, done: Done) -> None:
+    def _answer(self, identity: str, done: Completed) -> None:
         with self._lock:
             seen = self.programs[identity]
             if _BETTER[done.outcome] > _BETTER[seen.done.outcome]:
                 seen.done = done
 
-    def _looked_up(self, done: Done) -> Done:
+    def _looked_up(self, done: Completed) -> Completed:
         """With what the cache knows of the entry."""
         entry = self.store.find("program", done.digest) if done.digest else None
         if entry is None:

@@ -14,18 +14,18 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from torchtpu import config, distributed, ops, startup
-from torchtpu.cli.pool import READY, Done
+from torchtpu.cli.pool import READY, Completed
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime.compile.plan_cache import Plan, Plans
 from torchtpu.runtime.device.client import Client, Compiles
 from torchtpu.runtime.ir.calls import Lowerings
-from torchtpu.runtime.ir.manifest import Recorded, decode_recorded
+from torchtpu.runtime.ir.manifest import RecordedProgram, decode_recorded
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.telemetry.counters import Counters
 
 
-class Builder(Protocol):
+class TargetBuilder(Protocol):
     """Compiles programs for one target."""
 
     @property
@@ -61,7 +61,7 @@ class TpuBuilder:
         return built.executable, {**fields, "peak_bytes": built.cost.peak_bytes}
 
 
-class Worker:
+class WarmWorker:
     """Lowers and compiles; what it makes goes to the store."""
 
     def __init__(self, target: str, store: Store) -> None:
@@ -70,12 +70,12 @@ class Worker:
         served = startup.served_ops()
         table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: served.get(name, name), ops.Context)
         platform = "tpu" if target else client.lowering_platform
-        self._builder: Builder = TpuBuilder(target) if target else LocalBuilder(client)
+        self._builder: TargetBuilder = TpuBuilder(target) if target else LocalBuilder(client)
         self._fragments = Fragments(table, client, store, Counters(), platform)
         self._plans = Plans(self._fragments, self._builder.client, store, Counters())
         self._store = store
 
-    def compile(self, recorded: Recorded) -> Done:
+    def compile(self, recorded: RecordedProgram) -> Completed:
         """Compiles one program, and the clusters that run in its stead at first, or finds them compiled; an error is
         part of the answer."""
         program = recorded.program
@@ -87,7 +87,7 @@ class Worker:
         done = [self._compile(part, is_flat=False) for part in parts.values()]
         return _together([*done, self._compile(program, is_flat=recorded.is_flat)])
 
-    def _compile(self, program: Program, *, is_flat: bool) -> Done:
+    def _compile(self, program: Program, *, is_flat: bool) -> Completed:
         digest = ""
         try:
             plan = self.plan(program, is_flat=is_flat)
@@ -102,10 +102,10 @@ class Worker:
 
     def _homes(self, program: Program) -> tuple[int, ...]:
         """The devices of all ranks that launch a program together."""
-        calls = (op for op in program.ops if op.name == distributed.Recorded.op)
-        return next(map(distributed.Recorded().homes, calls), ())
+        calls = (op for op in program.ops if op.name == distributed.RecordedCollectives.op)
+        return next(map(distributed.RecordedCollectives().homes, calls), ())
 
-    def _built(self, plan: Plan, note: dict[str, Any]) -> Done:
+    def _built(self, plan: Plan, note: dict[str, Any]) -> Completed:
         started = time.perf_counter()
         is_built = False
 
@@ -121,14 +121,14 @@ class Worker:
         kept = self._store.find(plan.key.kind, plan.key.digest) if isinstance(self._store, DirectoryStore) else None
         told = note if kept is None else dict(kept.note)
         outcome = "compiled" if is_built else "hit"
-        return Done(outcome, plan.key.digest, milliseconds, len(data), kept is not None, "", told)
+        return Completed(outcome, plan.key.digest, milliseconds, len(data), kept is not None, "", told)
 
 
-def _failed(error: Exception, digest: str = "") -> Done:
-    return Done("failed", digest, error=f"{type(error).__name__}: {error}")
+def _failed(error: Exception, digest: str = "") -> Completed:
+    return Completed("failed", digest, error=f"{type(error).__name__}: {error}")
 
 
-def _together(found: list[Done]) -> Done:
+def _together(found: list[Completed]) -> Completed:
     """What became of a program, the last one, and of its clusters."""
     *parts, whole = found
     worst = next((done for outcome in ("failed", "compiled") for done in found if done.outcome == outcome), whole)
@@ -148,7 +148,7 @@ def main(arguments: list[str], lines: TextIO) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
     torch.set_num_threads(1)
-    worker = Worker(arguments[0] if arguments else "", startup.open_store())
+    worker = WarmWorker(arguments[0] if arguments else "", startup.open_store())
     answers.write(READY)
     answers.flush()
     for line in lines:

@@ -39,7 +39,7 @@ class Divergence(NamedTuple):
     largest_error: float
 
 
-class _Made(NamedTuple):
+class _Origin(NamedTuple):
     op: str
     line: str
     tensors: list[Tensor]
@@ -53,14 +53,14 @@ class _Trail(_Mode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[_Made] = []
+        self.made: list[_Origin] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
         if name.startswith("aten.") and not any(part in name for part in ("empty", "_to_copy", "detach")):
             tensors = [t.detach().cpu().clone() for t in tree_leaves(result) if isinstance(t, Tensor)]
-            self.made.append(_Made(name, _C.current_line(), tensors))
+            self.made.append(_Origin(name, _C.current_line(), tensors))
         return result
 
 
@@ -84,7 +84,7 @@ def compare(
     return None
 
 
-def _run(module: Any, args: Any, device: str, backward: bool) -> list[_Made]:
+def _run(module: Any, args: Any, device: str, backward: bool) -> list[_Origin]:
     moved = copy.deepcopy(module).to(device) if isinstance(module, torch.nn.Module) else module
     given = tree_map_only(Tensor, lambda t: t.detach().to(device), args)
     torch.manual_seed(0)

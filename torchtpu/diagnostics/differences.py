@@ -16,7 +16,7 @@ _LEAST_LIKENESS = 0.5
 
 
 @dataclass(frozen=True)
-class Difference:
+class StreamDifference:
     """Why a program is not an earlier one: `what` differs at `line`, from `before` to `after`."""
 
     kind: str  # dimension, scalar, dtype, layout, aliasing, path, lifetime, lifted or other
@@ -57,7 +57,7 @@ def nearest(program: Program, earlier: Sequence[Program]) -> tuple[int, float] |
     return best
 
 
-def first_difference(old: Program, new: Program) -> Difference:
+def first_difference(old: Program, new: Program) -> StreamDifference:
     """The first thing that differs, in program order."""
     for a, b in zip(old.ops, new.ops, strict=False):
         if a.name != b.name:
@@ -72,7 +72,7 @@ def first_difference(old: Program, new: Program) -> Difference:
     return _compare_ends(old, new)
 
 
-def _compare_ops(a: Op, b: Op) -> Difference | None:
+def _compare_ops(a: Op, b: Op) -> StreamDifference | None:
     declared = schema_of(b.name).arguments
     for i, (x, y) in enumerate(zip(a.args, b.args, strict=False)):
         name = declared[i].name if i < len(declared) else "generator"
@@ -125,7 +125,7 @@ def _compare_operands(x: Operand, y: Operand) -> tuple[str, str, str, str] | Non
     return "layout", "base", str(list(x.base.shape)), str(list(y.base.shape))
 
 
-def _compare_ends(old: Program, new: Program) -> Difference:
+def _compare_ends(old: Program, new: Program) -> StreamDifference:
     changed = sorted(set(old.outputs) ^ set(new.outputs))
     if changed:
         op = makers(new).get(changed[0]) or new.ops[-1]
@@ -153,8 +153,8 @@ def makers(program: Program) -> dict[int, Op]:
     return made
 
 
-def _difference(kind: str, op: Op, argument: str, what: str, before: str, after: str) -> Difference:
-    return Difference(kind, full_name(op.name), op.line, argument, what, before, after, _ADVICE[kind])
+def _difference(kind: str, op: Op, argument: str, what: str, before: str, after: str) -> StreamDifference:
+    return StreamDifference(kind, full_name(op.name), op.line, argument, what, before, after, _ADVICE[kind])
 
 
 def _shown(value: Any) -> str:

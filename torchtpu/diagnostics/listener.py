@@ -22,7 +22,7 @@ from torchtpu.runtime.telemetry.observers import Called, Launched
 
 
 @dataclass
-class Build:
+class CompileRecord:
     """A program that was lowered, and how its executable was come by ("compile", "disk", "memory" or "failed")."""
 
     at: float
@@ -34,7 +34,7 @@ class Build:
 
 
 @dataclass
-class Run:
+class LaunchRecord:
     """A launch and when the device was done with it."""
 
     launch: Launched
@@ -95,8 +95,8 @@ class Listener:
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.finished = 0.0
-        self.builds: list[Build] = []
-        self.runs: list[Run] = []
+        self.builds: list[CompileRecord] = []
+        self.runs: list[LaunchRecord] = []
         self.calls: list[Called] = []
         self.reads: list[Read] = []
         self.fallbacks: list[Fallback] = []
@@ -106,12 +106,12 @@ class Listener:
         self.made: list[Made] = []
         self._outputs: dict[str, list[Any]] = {}  # the op that made each output, by program
         self._most_made = 10_000  # before those are dropped of which nothing is alive
-        self._waiting: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[LaunchRecord | None] = queue.SimpleQueue()
         self._watcher = threading.Thread(target=self._watch, name="torchtpu-explain", daemon=True)
         self._watcher.start()
 
     def planned(self, program: Any, about: Any, flight: Future[Any]) -> None:
-        build = Build(time.perf_counter(), program, about.identity)
+        build = CompileRecord(time.perf_counter(), program, about.identity)
         self.builds.append(build)
         found = makers(program)
         self._outputs[about.identity] = [found.get(value) for value in program.outputs]
@@ -121,7 +121,7 @@ class Listener:
             flight.add_done_callback(partial(_note_built, build))
 
     def launched(self, launch: Launched) -> None:
-        run = Run(launch)
+        run = LaunchRecord(launch)
         self.runs.append(run)
         self._note_made(self._outputs.get(launch.about.identity, []), launch.outputs)
         self._waiting.put(run)
@@ -166,7 +166,7 @@ class Listener:
             self._most_made = max(self._most_made, 2 * len(self.made))
 
 
-def _note_built(build: Build, done: Future[Any]) -> None:
+def _note_built(build: CompileRecord, done: Future[Any]) -> None:
     build.finished = time.perf_counter()
     if done.cancelled() or done.exception() is not None:
         build.source = "failed"

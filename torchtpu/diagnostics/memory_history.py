@@ -93,7 +93,7 @@ class _Recording:
         return {**facts, "device": device}
 
 
-class _State:
+class _HistoryState:
     """The recording that listens, if any."""
 
     recording: _Recording | None = None
@@ -113,20 +113,20 @@ def _record_memory_history(
     """
     if enabled not in (None, "state", "all"):
         raise ValueError(f"enabled is None, 'state' or 'all', not {enabled!r}")
-    before = _State.recording
+    before = _HistoryState.recording
     if before is not None:
         startup.stop_observing(before)
-        _State.recording = None
+        _HistoryState.recording = None
     if enabled is not None:
-        _State.recording = _Recording(0 if enabled == "state" else max_entries)
-        startup.observe(_State.recording)
+        _HistoryState.recording = _Recording(0 if enabled == "state" else max_entries)
+        startup.observe(_HistoryState.recording)
 
 
 def _snapshot(device: Any = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
     """What is alive, one segment per buffer, and what became alive and died since history is recorded."""
     torch.tpu.synchronize()  # type: ignore[attr-defined]
     _C.drain()  # of what died in threads without Python
-    recording = _State.recording or _Recording(0)
+    recording = _HistoryState.recording or _Recording(0)
     traces: list[list[Entry]] = [[] for _ in range(_C.device_count())]
     for entry in list(recording.entries):
         traces[entry["device"]].append(entry)

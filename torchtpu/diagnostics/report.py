@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torchtpu.diagnostics.differences import first_difference, nearest
-from torchtpu.diagnostics.listener import Build, Listener, Run
+from torchtpu.diagnostics.listener import CompileRecord, LaunchRecord, Listener
 from torchtpu.runtime.device.sizes import nbytes_of, show_bytes
 
 _MAX_HOLDERS = 20
@@ -48,7 +48,7 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 3)
 
 
-def device_spans(runs: Sequence[Run]) -> list[tuple[float, float]]:
+def device_spans(runs: Sequence[LaunchRecord]) -> list[tuple[float, float]]:
     """When the device worked on each launch: it begins one when the one before is done."""
     last: dict[int, float] = defaultdict(float)
     spans = []
@@ -146,10 +146,10 @@ def _regions(listener: Listener, spans: list[tuple[float, float]]) -> list[dict[
     return sorted(rows.values(), key=lambda r: -r["device_ms"])
 
 
-def _recompilations(builds: Sequence[Build], start: float) -> list[dict[str, Any]]:
+def _recompilations(builds: Sequence[CompileRecord], start: float) -> list[dict[str, Any]]:
     """Programs that were made although a similar one was there."""
     found = []
-    known: list[Build] = []
+    known: list[CompileRecord] = []
     for made in builds:
         if made.source != "memory" and made.program.ops:
             near = nearest(made.program, [k.program for k in known])
@@ -168,7 +168,7 @@ def _recompilations(builds: Sequence[Build], start: float) -> list[dict[str, Any
     return found
 
 
-def _build(made: Build, start: float) -> dict[str, Any]:
+def _build(made: CompileRecord, start: float) -> dict[str, Any]:
     return {
         "region": made.identity[:8],
         "line": _where(made.program.line),

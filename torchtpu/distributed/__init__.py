@@ -1,9 +1,9 @@
 """torch.distributed on the device: in come process groups, out go recorded collectives.
 
 Data passes group (what c10d calls) → calls (recorded, then run in the launch order) → lowering (a part of programs
-that all ranks launch together) or gloo (through the hosts); fleet makes the ranks one client; peers says what the other
-ranks do when a call fails, and that one has ended, as links between the ranks tell. attention teaches DTensor and
-context parallel the device's attention.
+that all ranks launch together) or gloo (through the hosts); process group makes the ranks one client; peers says what
+the other ranks do when a call fails, and that one has ended, as links between the ranks tell. attention teaches DTensor
+and context parallel the device's attention.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchtpu import config
 from torchtpu.runtime import _C
 
 from . import alone, attention, calls
-from .calls import Recorded, reset, snapshot
-from .fleet import Ranks, Start
+from .calls import RecordedCollectives, reset, snapshot
 from .group import Group
+from .process_group import Ranks, Start
 
-__all__ = ["Recorded", "install", "reset", "snapshot"]
+__all__ = ["RecordedCollectives", "install", "reset", "snapshot"]
 
 _EXIT_SECONDS = 60.0
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()

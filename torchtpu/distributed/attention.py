@@ -27,10 +27,10 @@ def install() -> None:
         if name in sys.modules:
             patches.pop(name)(sys.modules[name])
     if patches:
-        sys.meta_path.insert(0, _Finder(patches))
+        sys.meta_path.insert(0, _AttentionFinder(patches))
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _AttentionFinder(importlib.abc.MetaPathFinder):
     """Patches modules after their import, and goes when it has seen all of them."""
 
     def __init__(self, patches: dict[str, Callable[[ModuleType], None]]) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from torchtpu.runtime.spmd.regions import Ballot, Verdict
+from torchtpu.runtime.spmd.regions import Proposal, VoteResult
 
 
 class Owner(Protocol):
@@ -17,15 +17,15 @@ class Owner(Protocol):
 
     name: str
 
-    def begin(self, call: Call) -> None: ...
-    def agree(self, calls: Sequence[Call], ballot: Ballot) -> Verdict: ...
+    def begin(self, call: CollectiveCall) -> None: ...
+    def vote(self, calls: Sequence[CollectiveCall], proposal: Proposal) -> VoteResult: ...
     def tell(self, numbers: Sequence[int]) -> list[list[int]]: ...
-    def explain(self, call: Call, error: BaseException) -> BaseException: ...
+    def explain(self, call: CollectiveCall, error: BaseException) -> BaseException: ...
     def timeout(self) -> float: ...
 
 
 @dataclass(eq=False)
-class Call:
+class CollectiveCall:
     """One collective of this rank.
 
     `what` is what all ranks must agree on, "" where they need not; `run` moves the bytes, from a flat CPU tensor to

@@ -22,10 +22,10 @@ import torch.library
 
 from torchtpu.ops.registry import LOWERINGS, Lowering
 from torchtpu.runtime import _C
-from torchtpu.runtime.spmd.regions import Ballot, Verdict
+from torchtpu.runtime.spmd.regions import Proposal, VoteResult
 
 from . import lowering
-from .call import Call, Owner
+from .call import CollectiveCall, Owner
 from .flight import recorder
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class _Totals:
 class _Job(Generic[T]):
     """What the worker is to do for a call, and the one answer to it."""
 
-    def __init__(self, call: Call, work: Callable[[], T], *, may_outlast_partners: bool) -> None:
+    def __init__(self, call: CollectiveCall, work: Callable[[], T], *, may_outlast_partners: bool) -> None:
         self.call = call
         self.may_outlast_partners = may_outlast_partners
         self._work = work
@@ -83,7 +83,12 @@ class _Worker:
         self._current: _Job[Any] | None = None
 
     def run(
-        self, call: Call, work: Callable[[], T], seconds: float | None = None, *, may_outlast_partners: bool = False
+        self,
+        call: CollectiveCall,
+        work: Callable[[], T],
+        seconds: float | None = None,
+        *,
+        may_outlast_partners: bool = False,
     ) -> T:
         """What the work returns; TimeoutError where it does not return in time."""
         job = _Job(call, work, may_outlast_partners=may_outlast_partners)
@@ -141,7 +146,7 @@ def stop_waiting(owner: Owner, rank: int | None) -> None:
 
 
 _tickets = itertools.count(3)  # smaller numbers stay in a program's text
-_waiting: dict[int, Call] = {}
+_waiting: dict[int, CollectiveCall] = {}
 _order = threading.RLock()  # tickets are recorded in the order of their numbers
 _worker = _Worker()
 _totals = _Totals()
@@ -159,7 +164,7 @@ def install() -> None:
     _C.register_op(LOWERINGS[OP].row(runs_once=True))
 
 
-def record(call: Call, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def record(call: CollectiveCall, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """The call's result of these sizes, computed when its turn comes; `tensor` is all of a storage."""
     call.owner.begin(call)
     recorder.record(call, call.owner.name, tensor, sizes)
@@ -187,7 +192,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.ndim else tensor.view(1)
 
 
-class Recorded:
+class RecordedCollectives:
     """What the engine asks of the op (`torchtpu.runtime.spmd.regions.Collectives`)."""
 
     op = OP
@@ -209,10 +214,10 @@ class Recorded:
         call.error = error
         call.finished.set()
 
-    def agree(self, tickets: Sequence[float], ballot: Ballot) -> Verdict:
+    def vote(self, tickets: Sequence[float], proposal: Proposal) -> VoteResult:
         calls = [_waiting[int(ticket)] for ticket in tickets]
-        _totals.votes += bool(ballot.program)
-        return self._ask(tickets, lambda owner: owner.agree(calls, ballot))
+        _totals.votes += bool(proposal.program)
+        return self._ask(tickets, lambda owner: owner.vote(calls, proposal))
 
     def tell(self, tickets: Sequence[float], numbers: Sequence[int]) -> list[list[int]]:
         return self._ask(tickets, lambda owner: owner.tell(numbers))
@@ -242,7 +247,7 @@ _HOMES = 3  # the place of the argument
 
 
 @contextlib.contextmanager
-def _finishing(calls: Sequence[Call]) -> Iterator[None]:
+def _finishing(calls: Sequence[CollectiveCall]) -> Iterator[None]:
     """Within it the calls run. Its error is explained, and raised again."""
     started = time.perf_counter()
     failure: BaseException | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .call import Call
+from .call import CollectiveCall
 
 _VERSION = "2.10"
 _FRAME = "a line of the user"
@@ -28,7 +28,7 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
-        self._calls: deque[tuple[int, Call, dict[str, Any]]] = deque(maxlen=_size())
+        self._calls: deque[tuple[int, CollectiveCall, dict[str, Any]]] = deque(maxlen=_size())
         self._num_seen = 0
         self._groups: dict[str, list[int]] = {}
         self._rank = 0
@@ -39,7 +39,7 @@ class FlightRecorder:
             self._groups[name] = list(ranks)
             self._rank = rank
 
-    def record(self, call: Call, group: str, tensor: torch.Tensor, sizes: Sequence[int]) -> None:
+    def record(self, call: CollectiveCall, group: str, tensor: torch.Tensor, sizes: Sequence[int]) -> None:
         """A call was recorded."""
         dtype = str(tensor.dtype).removeprefix("torch.").capitalize()
         facts = {
@@ -71,7 +71,7 @@ class FlightRecorder:
         path.write_bytes(pickle.dumps({"version": _VERSION, "entries": entries, "pg_config": config}))
 
 
-def _entry(number: int, call: Call, facts: dict[str, Any]) -> dict[str, Any]:
+def _entry(number: int, call: CollectiveCall, facts: dict[str, Any]) -> dict[str, Any]:
     is_peer_to_peer = call.name in ("send", "recv")
     file, _, line = call.line.rpartition(":")
     is_over = call.finished.is_set() and call.error is None

@@ -22,7 +22,7 @@ _MEETING = 2**31 - 1  # a tag
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of gloo; of a job that is rehearsed one that answers at once, since nobody else is there."""
+    """A group of gloo; of a job that is made in a dry run one that answers at once, since nobody else is there."""
     if config.get("world_size"):
         return FakeProcessGroup._create_internal(rank, size)
     return dist.ProcessGroupGloo(store, rank, size, timeout)

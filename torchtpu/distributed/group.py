@@ -21,9 +21,9 @@ from torch.distributed import ReduceOp
 
 from torchtpu import config
 from torchtpu.runtime import _C
-from torchtpu.runtime.spmd.regions import Ballot, Verdict
+from torchtpu.runtime.spmd.regions import Proposal, VoteResult
 
-from .call import Call
+from .call import CollectiveCall
 from .calls import record, stop_waiting, whole
 from .flight import recorder
 from .gloo import Gloo, connect
@@ -46,10 +46,12 @@ from .tensors import (  # fmt: skip
 )
 
 
-class Done:
+class FinishedWork:
     """What a c10d Work asks: the calls behind it, and the tensors it leaves."""
 
-    def __init__(self, calls: Sequence[Call], outputs: Tensors, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, calls: Sequence[CollectiveCall], outputs: Tensors, finish: Callable[[], None] | None = None
+    ) -> None:
         self._calls = list(calls)
         self._outputs = outputs
         self._finish = finish
@@ -98,8 +100,8 @@ class Group:
         recorder.join(name, everyone, everyone[rank])
         self._sequence = 0
         self._lock = threading.Lock()  # guards what follows
-        self._unfinished: deque[Call] = deque()
-        self._coalesced: list[Done] | None = None
+        self._unfinished: deque[CollectiveCall] = deque()
+        self._coalesced: list[FinishedWork] | None = None
         self._error: BaseException | None = None
         self._peers = Peers(rank, size, name, ranks, functools.partial(stop_waiting, self))
         if not config.get("world_size"):  # else nobody else is there
@@ -251,7 +253,7 @@ class Group:
             for work in works:
                 work.wait()
 
-        return Done([call for work in works for call in work._calls], outputs, finish)
+        return FinishedWork([call for work in works for call in work._calls], outputs, finish)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -294,18 +296,18 @@ class Group:
 
     # what a recorded call asks of its group
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         self._refuse_after_failure(call)
         with self._lock:
             while self._unfinished and self._unfinished[0].finished.is_set():  # they finish in order
                 self._unfinished.popleft()
             self._unfinished.append(call)
 
-    def agree(self, calls: Sequence[Call], ballot: Ballot) -> Verdict:
+    def vote(self, calls: Sequence[CollectiveCall], proposal: Proposal) -> VoteResult:
         self._refuse_after_failure(calls[0])
         self._peers.begin(calls[0])
         calls[0].is_agreed = True
-        return self._peers.agree(calls, ballot, self._meet)
+        return self._peers.vote(calls, proposal, self._meet)
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         return tell(numbers, self._meet)
@@ -313,7 +315,7 @@ class Group:
     def timeout(self) -> float:
         return self._timeout.total_seconds()
 
-    def explain(self, call: Call, error: BaseException) -> BaseException:
+    def explain(self, call: CollectiveCall, error: BaseException) -> BaseException:
         if self._error is None:
             self._error = self._peers.explain(call, error)
             recorder.dump()
@@ -329,15 +331,15 @@ class Group:
         kind: str = "",
         homes: tuple[int, ...] = (),
         partner: int | None = None,
-    ) -> Call:
+    ) -> CollectiveCall:
         self._sequence += partner is None
-        call = Call(self, name, what, self._sequence, _C.current_line(), run, kind or name, homes, partner)
+        call = CollectiveCall(self, name, what, self._sequence, _C.current_line(), run, kind or name, homes, partner)
 
         def begin(tensor: torch.Tensor) -> torch.Tensor:
             self._refuse_after_failure(call)
             self._peers.begin(call)
             if partner is None and not call.is_agreed:
-                self._peers.agree([call], Ballot("", 1, ""), self._meet)
+                self._peers.vote([call], Proposal("", 1, ""), self._meet)
             return run(tensor)
 
         call.run = begin
@@ -363,7 +365,7 @@ class Group:
         arguments: tuple[Any, ...],
         outputs: Tensors | None = None,
         part: torch.Tensor | None = None,
-    ) -> Call:
+    ) -> CollectiveCall:
         """Records a collective that moves `tensor`, and writes its `count` elements to `outputs` (None: in place)."""
         part = tensor if part is None else part
         shape = "" if name == "all_to_all" else f"[{part.numel()}]"
@@ -384,7 +386,7 @@ class Group:
 
     def _reduce(
         self, name: str, tensor: torch.Tensor, output: torch.Tensor | None, op: Any, arguments: tuple[int, ...]
-    ) -> Call:
+    ) -> CollectiveCall:
         """Records a reduction and writes its result to `output`, where there is one."""
         kind, factor = kind_of(op)
         with torch.no_grad():
@@ -408,8 +410,10 @@ class Group:
                 write([output], result)
         return call
 
-    def _done(self, calls: Sequence[Call], outputs: Tensors, finish: Callable[[], Any] | None = None) -> Done:
-        done = Done(calls, outputs, finish)
+    def _done(
+        self, calls: Sequence[CollectiveCall], outputs: Tensors, finish: Callable[[], Any] | None = None
+    ) -> FinishedWork:
+        done = FinishedWork(calls, outputs, finish)
         if self._coalesced is not None:
             self._coalesced.append(done)
         return done
@@ -431,7 +435,7 @@ class Group:
             raise ConnectionError(missing)
         return self._transport.meet(words)
 
-    def _refuse_after_failure(self, call: Call) -> None:
+    def _refuse_after_failure(self, call: CollectiveCall) -> None:
         if self._error is None and (why := self._peers.failure()):
             self.explain(call, ConnectionError(why))
         if self._error is not None:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from torchtpu.runtime.spmd.regions import Ballot, Verdict
+from torchtpu.runtime.spmd.regions import Proposal, VoteResult
 
-from .call import Call
+from .call import CollectiveCall
 from .flight import recorder
 from .links import Links, Notice
 
@@ -47,7 +47,7 @@ class Peers:
         self._ranks = list(ranks) or list(range(size))
         self._stop_waiting = stop_waiting
         self._links = Links(rank, self._hear)
-        self.last: Call | None = None
+        self.last: CollectiveCall | None = None
         self._news = threading.Condition()  # guards what follows, by rank
         self._ended: dict[int, str] = {}
         self._failed: dict[int, str] = {}
@@ -66,22 +66,22 @@ class Peers:
             return f"in {last} of group {self._name}"
         return f"after {last} of group {self._name}"
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: CollectiveCall) -> None:
         """The call is about to run."""
         self.last = call
         call.is_started = True
 
-    def agree(self, calls: Sequence[Call], ballot: Ballot, meet: Meet) -> Verdict:
-        """What all ranks are about to launch, where these calls are in the program of this ballot. DistBackendError
+    def vote(self, calls: Sequence[CollectiveCall], proposal: Proposal, meet: Meet) -> VoteResult:
+        """What all ranks are about to launch, where these calls are in the program of this proposal. DistBackendError
         says what each rank is at where they are at different calls.
         """
         call = calls[0]
-        words = [_number(text) if text else 0 for text in (ballot.identity, ballot.program)]
-        everyones = meet([_word(call), _word(*calls[: ballot.calls]), *words, len(calls)])
+        words = [_number(text) if text else 0 for text in (proposal.identity, proposal.program)]
+        everyones = meet([_word(call), _word(*calls[: proposal.calls]), *words, len(calls)])
         first, called, identities, programs, counts = zip(*everyones, strict=True)
         if len(set(first)) == 1:
             is_same = len({*called}) == len({*identities}) == 1 and identities[0] != 0
-            return Verdict(is_same, 0 if 0 in programs else min(counts), _number(str((programs, counts))))
+            return VoteResult(is_same, 0 if 0 in programs else min(counts), _number(str((programs, counts))))
         texts = (bytes(letters).decode() for letters in tell([*str(call).encode()], meet))
         told = ", ".join(f"rank {rank}: {text}" for rank, text in zip(self._ranks, texts, strict=True))
         raise dist.DistBackendError(f"the ranks of group {self._name} are at different collectives: {told}")
@@ -96,7 +96,7 @@ class Peers:
         with self._news:
             return "; ".join(map(self._told, self._ended))
 
-    def explain(self, call: Call, error: BaseException) -> BaseException:
+    def explain(self, call: CollectiveCall, error: BaseException) -> BaseException:
         """The error to raise for a call that failed. The other ranks are told."""
         if isinstance(error, dist.DistBackendError):  # of all ranks
             return error
@@ -159,7 +159,7 @@ def tell(numbers: Sequence[int], meet: Meet) -> list[list[int]]:
     return [found[:length] for found, length in zip(everyones, lengths, strict=True)]
 
 
-def _word(*calls: Call) -> int:
+def _word(*calls: CollectiveCall) -> int:
     """A number for what these calls are."""
     return _number("\n".join(f"{call.sequence} {call.what}" for call in calls))
 

@@ -237,7 +237,7 @@ void bind_engine_types(py::module& m) {
                          "torchtpu: a launch returned too few outputs");
              work_done(w, raw, checks);
            })
-      .def("spoil",
+      .def("poison",
            [](Work& w, size_t output, py::object error) {
              if (output < w.outputs.size()) work_spoil(w, output, error.ptr());
            })

@@ -15,25 +15,25 @@ from torchtpu.ops.spatial.pool import best_of, places
 
 
 @dataclass(frozen=True)
-class _Table:
+class _PoolTable:
     """For each output a row of inputs; rows are filled up by repeating, `valid` marks what is not repeated."""
 
     index: np.ndarray[Any, Any]
     valid: np.ndarray[Any, Any]
 
 
-def _table(starts: Any, ends: Any) -> _Table:
+def _table(starts: Any, ends: Any) -> _PoolTable:
     starts, ends = np.asarray(starts), np.asarray(ends)
     index = starts[:, None] + np.arange(max(int((ends - starts).max(initial=0)), 1))
-    return _Table(np.minimum(index, np.maximum(ends[:, None] - 1, 0)), index < ends[:, None])
+    return _PoolTable(np.minimum(index, np.maximum(ends[:, None] - 1, 0)), index < ends[:, None])
 
 
-def _windows(length: int, count: int) -> _Table:
+def _windows(length: int, count: int) -> _PoolTable:
     out = np.arange(count)
     return _table(out * length // count, -(-(out + 1) * length // count))
 
 
-def _holders(length: int, count: int) -> _Table:
+def _holders(length: int, count: int) -> _PoolTable:
     """For each input the windows that hold it: the inverse of `_windows`."""
     at = np.arange(length)
     return _table(at * count // length, -(-(at + 1) * count // length))
@@ -47,7 +47,7 @@ def _shaped(values: np.ndarray[Any, Any], ndim: int, axis: int) -> Any:
     return values.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
-def _gather_sum(x: Any, axis: int, table: _Table, weight: np.ndarray[Any, Any] | None = None) -> Any:
+def _gather_sum(x: Any, axis: int, table: _PoolTable, weight: np.ndarray[Any, Any] | None = None) -> Any:
     if weight is not None:
         x = x * _shaped(weight, x.ndim, axis).astype(x.dtype)
     length, (count, size) = x.shape[axis], table.index.shape

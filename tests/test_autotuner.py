@@ -17,7 +17,7 @@ from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime import engine as engines
 from torchtpu.runtime.compile.tiers import SWEEPS, Sweep
 from torchtpu.runtime.device.client import Client, Options, key_of
-from torchtpu.runtime.execute import autotuner as ladder
+from torchtpu.runtime.execute import autotuner
 
 VARIANTS: dict[str, Options] = {
     "narrow": (("xla_cpu_prefer_vector_width", 128),),
@@ -43,7 +43,7 @@ class Clock:
         monkeypatch.setattr(Client, "compile", self._named(Client.compile, self.compiled))
         monkeypatch.setattr(Client, "deserialize", self._named(Client.deserialize, []))
         monkeypatch.setattr(Client, "execute", self._timed(Client.execute))
-        monkeypatch.setattr(ladder, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(autotuner, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def _named(self, make: Any, made: list[str]) -> Any:
         def act(client: Client, content: Any, device: int, homes: Any = (), more: Options = ()) -> Any:
@@ -67,7 +67,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(engines, "SWEEPS", {"cpu": Sweep(VARIANTS, worth=1e-9, loading=1.0)})
-    monkeypatch.setattr(ladder, "_FIRST", 3)
+    monkeypatch.setattr(autotuner, "_FIRST", 3)
     return Clock(monkeypatch)
 
 
@@ -155,9 +155,9 @@ def test_options_that_the_compiler_does_not_know_are_tried_once(clock: Clock, lo
         y = torch.relu(x)
     other = Plan(record.program(y))
     hot.engine.plan(other)
-    ladder = other.wait()
+    autotuner = other.wait()
     for _ in range(80):
-        hot.engine.launch(Work(ladder, [hot.engine.upload(torch.ones(3), 0)]))
+        hot.engine.launch(Work(autotuner, [hot.engine.upload(torch.ones(3), 0)]))
         wait(hot.engine.compiler.outstanding())
     assert clock.compiled == ["usual", "narrow", "unknown", "small", "usual", "narrow", "small"]
 
@@ -262,5 +262,5 @@ def test_options_in_the_table_are_known() -> None:
     text = (
         "func.func @main() -> tensor<f32> { %0 = stablehlo.constant dense<1.0> : tensor<f32> return %0 : tensor<f32> }"
     )
-    for options in SWEEPS["cpu"].variants.values():
+    for options in SWEEPS["cpu"].options.values():
         client.compile(text, 0, (), options)

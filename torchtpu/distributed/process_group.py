@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from torchtpu.runtime.device.process_group import Fleet, Homes
+from torchtpu.runtime.device.process_group import Homes, ProcessGroup
 
-Start = Callable[[Fleet], Any]  # starts the engine; its device's name among all ranks', None where it runs alone
+Start = Callable[[ProcessGroup], Any]  # starts the engine; its device's name among all ranks', None where it runs alone
 
 
 class Ranks:
@@ -19,21 +19,22 @@ class Ranks:
     def __init__(self, start: Start, is_free: Callable[[], bool]) -> None:
         self._start = start
         self._is_free = is_free
-        self._name = ""  # of the fleet that this process belongs to
+        self._name = ""  # of the process group that this process belongs to
         self._home: int | None = None
         self._homes: Homes = ()
 
     def join(self, store: Store, rank: int, size: int, *, is_wanted: bool) -> None:
-        """Makes the ranks one fleet, if all of them want it and none has used its device yet; waits for all of them."""
-        store = PrefixStore("fleet", store)
+        """Makes the ranks one process group, if all of them want it and none has used its device yet; waits for all of
+        them."""
+        store = PrefixStore("process group", store)
         state = "no" if not is_wanted else self._name or ("free" if self._is_free() else "no")
         states = _exchange(PrefixStore("states", store), rank, size, state)
         if set(states) == {"free"}:
             if rank == 0:
                 store.set("name", uuid.uuid4().hex)
             self._name = store.get("name").decode()
-            board = _StoreBoard(PrefixStore("board", store), rank, size)
-            self._home = self._start(Fleet(rank, size, board))
+            key_values = _StoreBoard(PrefixStore("key-value store", store), rank, size)
+            self._home = self._start(ProcessGroup(rank, size, key_values))
         self._homes = ()
         if len(set(states)) > 1 or states[0] == "no":
             return
@@ -52,7 +53,7 @@ def _exchange(store: Store, rank: int, size: int, text: str) -> list[str]:
 
 
 class _StoreBoard:
-    """A board in a store: each rank numbers what it puts up."""
+    """A key-value store in a store: each rank numbers what it puts up."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store: Any = cast("Any", store).clone()  # another thread may wait in the store
