@@ -141,8 +141,9 @@ class Meter:
 
 
 def stream(seconds: float, seed: int) -> dict[str, Any]:
-    """What is resident, and what an op costs that is new or known, in each of twenty stretches."""
-    rng = random.Random(seed)
+    """What is resident, and what an op costs that is new or known, in each of twenty stretches; the most nodes at any
+    time, and at the end of a stretch, where nothing is in use."""
+    rng, settled = random.Random(seed), 0
     resident, new_us, known_us, most = [], [], [], dict.fromkeys(("trie_nodes", "trie_plans", "array_shapes"), 0)
     started = time.monotonic()
     while len(resident) < 20:
@@ -155,12 +156,16 @@ def stream(seconds: float, seed: int) -> dict[str, Any]:
             now = _C.stats()
             most = {name: max(count, now[name]) for name, count in most.items()}
         gc.collect()
+        torch.tpu.synchronize()
+        known_ops()  # its cut forgets what was in use until now
+        settled = max(settled, _C.stats()["trie_nodes"])
         resident.append(resident_bytes())
         new_us.append(new.seconds / new.ops * 1e6)
         known_us.append(known.seconds / known.ops * 1e6)
     counts = metrics.snapshot()
     kept = ("regions", "ops_recorded", "streams_forgotten", "programs_compiled")
-    return {"resident": resident, "new_us": new_us, "known_us": known_us, **most, **{n: counts[n] for n in kept}}
+    costs = {"new_us": new_us, "known_us": known_us}
+    return {"resident": resident, **costs, **most, "settled_nodes": settled, **{n: counts[n] for n in kept}}
 
 
 def record(seconds: float, seed: int) -> dict[str, Any]:

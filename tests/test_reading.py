@@ -152,26 +152,42 @@ def test_a_read_of_what_was_never_written_waits_for_nothing() -> None:
     assert _C.stats()["queue"] == 0
 
 
-@pytest.mark.parametrize(("seconds", "is_here"), [(0.0, True), (0.1, False)])
-def test_a_read_launches_in_its_own_thread_what_ctrl_c_need_not_wait_for(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, is_here: bool
-) -> None:
-    client, launchers = startup.engine().client, []
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[float]]:
+    """The threads of the launches so far, and how many seconds each launch sleeps."""
+    client, threads, seconds = startup.engine().client, [], [0.0]
     real = client.execute
 
     def execute(*args: Any) -> Any:
-        launchers.append(threading.get_ident())
-        time.sleep(seconds)
+        threads.append(threading.get_ident())
+        time.sleep(seconds[0])
         return real(*args)
 
     monkeypatch.setattr(client, "execute", execute)
+    return threads, seconds
+
+
+def test_a_read_launches_in_its_own_thread_sooner_or_later(launchers: tuple[list[int], list[float]]) -> None:
+    """Another thread may be faster, for as long as the machine pleases."""
     x = torch.ones(3, device="tpu")
-    for _ in range(8):
+    while threading.get_ident() not in launchers[0]:
         assert (x * 5).tolist() == [5.0] * 3
-    assert (threading.get_ident() in launchers[4:]) == is_here  # the first launches show how long they are
 
 
-def test_numbers_that_stay_the_same_are_uploaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_launches_in_another_thread_what_ctrl_c_would_have_to_wait_for(
+    launchers: tuple[list[int], list[float]],
+) -> None:
+    launchers[1][0] = 0.1
+    x = torch.ones(3, device="tpu")
+    for _ in range(4):  # these show how long launches are
+        assert (x * 5).tolist() == [5.0] * 3
+    launchers[0].clear()
+    for _ in range(4):
+        assert (x * 5).tolist() == [5.0] * 3
+    assert launchers[0] and threading.get_ident() not in launchers[0]
+
+
+def test_numbers_that_stay_the_same_are_uploaded_once(monkeypatch: pytest.MonkeyPatch, in_one_tier: None) -> None:
     x = torch.ones(3, device="tpu")
     x.cpu()
     client, uploaded = startup.engine().client, []
