@@ -13,8 +13,9 @@ from test_engine import Work, compile_, make_engine
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.execute.sequence import Sequence
+from torchtpu.runtime.ir.liveness import live_bytes
 from torchtpu.runtime.ir.program import Lifted, Program
-from torchtpu.runtime.partition.recompute import live_bytes, recompute
+from torchtpu.runtime.partition.recompute import recompute
 from torchtpu.runtime.partition.split import Part, split
 
 

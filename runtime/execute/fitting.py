@@ -11,11 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime.device.sizes import show_bytes
-from torchtpu.runtime.ir.calls import results_of, written
-from torchtpu.runtime.ir.program import Operand, Program
-from torchtpu.runtime.ir.values import rewrite, size_of
+from torchtpu.runtime.ir.calls import results_of
+from torchtpu.runtime.ir.liveness import live_bytes
+from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.ir.values import size_of
 from torchtpu.runtime.lowering.fragments import Fragments
-from torchtpu.runtime.partition.recompute import live_bytes, recompute
+from torchtpu.runtime.partition.dead_ops import needed, reading
+from torchtpu.runtime.partition.recompute import recompute
 from torchtpu.runtime.partition.split import split
 from torchtpu.runtime.telemetry.counters import Counters
 
@@ -77,18 +79,8 @@ class Fitting:
 
 def pruned(program: Program, fragments: Fragments) -> tuple[Program, list[bool]]:
     """The program without what no result or check of it needs, and whether each op that is left may run twice."""
-    needed = set(program.outputs)
-    ops, is_repeatable = [], []
-    found = fragments.find(program.ops)
-    for op, (fragment, parameters) in zip(reversed(program.ops), reversed(found), strict=True):
-        if not fragment.checks and needed.isdisjoint([made.value for made in results_of(op)]):
-            continue
-        used = [parameters[n] for n in fragment.used] + [written(op, write) for write in op.writes]
-        read = {o.value for o in used if isinstance(o, Operand)}
-        needed |= {value for value in read if value is not None}
-        ops.append(rewrite(op, {value: value for value in read if value is not None}.get, lambda v: v))
-        is_repeatable.append(not fragment.checks)
-    return replace(program, ops=tuple(reversed(ops))), is_repeatable[::-1]
+    kept, unread, found = needed(program, program.ops, fragments)
+    return replace(program, ops=reading(program.ops, kept, unread)), [not fragment.checks for fragment in found]
 
 
 def _ends(program: Program, most: int) -> list[int]:

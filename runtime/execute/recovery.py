@@ -8,15 +8,16 @@ before that op is computed by the ops before it; what comes after it fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime.ir.calls import results_of, written
-from torchtpu.runtime.ir.program import Op, Operand, Program, Random, Result, Write
+from torchtpu.runtime.ir.liveness import find_live, live_bytes, made_by
+from torchtpu.runtime.ir.program import Op, Program, Random, Result, Write
 from torchtpu.runtime.ir.values import bases_of, rewrite, size_of
 from torchtpu.runtime.lowering.fragments import Fragments
-from torchtpu.runtime.partition.recompute import live_bytes
+from torchtpu.runtime.partition.dead_ops import values_read
 from torchtpu.runtime.partition.split import Part, split
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
@@ -134,34 +135,22 @@ class Recovery:
 
     def _prefix(self, program: Program, place: int, wanted: Iterable[int]) -> Part:
         """What computes these values, of the ops before `place` and of later ones that take no tensor."""
-        ops: list[Op] = []
-        needed = set(wanted)
-        for number in reversed(range(len(program.ops))):
-            op = program.ops[number]
-            if number == place or (number > place and not self._is_constant(op)):
-                continue
-            if needed.isdisjoint(made.value for made in results_of(op)):
-                continue
-            read = {value: value for value in self._read(op)}
-            ops.append(rewrite(op, read.get, lambda value: value))
-            needed.update(read)
-        prefix = replace(program, ops=tuple(ops[::-1]), outputs=tuple(wanted), donated=())
+        before = [op for n, op in enumerate(program.ops) if n < place or (n > place and self._is_constant(op))]
+        live = [before[n] for n in find_live(before, wanted, made_by, self._read)]
+        ops = [rewrite(op, {value: value for value in self._read(op)}.get, lambda value: value) for op in live]
+        prefix = replace(program, ops=tuple(ops), outputs=tuple(wanted), donated=())
         return split(prefix, [])[0]
 
-    def _read(self, op: Op) -> Iterator[int]:
+    def _read(self, op: Op) -> set[int]:
         """The values that an op takes, those that it writes into included."""
-        ((fragment, parameters),) = self._fragments.find([op])
-        taken = [parameters[n] for n in fragment.used] + [written(op, write) for write in op.writes]
-        for operand in taken:
-            if isinstance(operand, Operand) and operand.value is not None:
-                yield operand.value
+        return values_read(op, *self._fragments.find([op])[0])
 
     def _is_constant(self, op: Op) -> bool:
         """Whether an op makes tensors of nothing, as `zeros_like` does; random numbers are made of the generator."""
         if any(isinstance(argument, Random) for argument in op.args):
             return False
         try:
-            return next(self._read(op), None) is None
+            return not self._read(op)
         except Exception:  # noqa: BLE001 -- it has no lowering, which may be what failed
             return False
 

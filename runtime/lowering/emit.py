@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 import re
 from collections import Counter
@@ -18,9 +17,11 @@ import torch
 
 from torchtpu.runtime.ir.calls import Parameter, results_of, written
 from torchtpu.runtime.ir.list_ops import take_apart
+from torchtpu.runtime.ir.liveness import find_live
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Write
 from torchtpu.runtime.ir.strided_access import row_major
 from torchtpu.runtime.ir.types import tensor_type
+from torchtpu.runtime.ir.values import size_of
 
 from . import views
 from .cse_barriers import barrier, repeated
@@ -159,22 +160,23 @@ def _live_calls(program: Program, fragments: Fragments) -> list[_EmittedCall]:
         _EmittedCall(places[id(op)] if id(op) in places else places_of[results_of(op)[0].value], op, *fragment)
         for op, fragment in found
     ]
-    needed: set[int | None] = set(program.outputs)
     lasting = _versions_before(calls, program.outputs)
     checks = list(itertools.accumulate(len(call.fragment.checks) for call in calls))
-    live: list[_EmittedCall] = []
-    for call, num_checks in zip(reversed(calls), reversed(checks), strict=True):
-        if not call.fragment.checks and needed.isdisjoint([r.value for r in call.made]):
-            continue
-        live.append(call)
-        if num_checks:  # what a storage held is wanted where one fails
-            needed.update(old for made, old in zip(call.made, call.under, strict=True) if made.value in lasting)
-        for n in call.fragment.used:
-            parameter = call.parameters[n]
-            if type(parameter) is Operand:
-                needed.add(parameter.value)
-        needed.update(call.kept())
-    return live[::-1]
+
+    def read(place: int) -> Iterator[int | None]:
+        call = calls[place]
+        yield from call.read()
+        if checks[place]:  # what a storage held is wanted where one fails
+            yield from (old for made, old in zip(call.made, call.under, strict=True) if made.value in lasting)
+
+    live = find_live(
+        range(len(calls)),
+        program.outputs,
+        lambda place: [made.value for made in calls[place].made],
+        read,
+        lambda place: bool(calls[place].fragment.checks),
+    )
+    return [calls[place] for place in live]
 
 
 def _versions_before(calls: list[_EmittedCall], outputs: Collection[int]) -> set[int]:
@@ -311,7 +313,7 @@ class _Writer:
         self._sound[value] = value
         if old is None:
             self._unshielded[value] = 0 if call.is_constant else checks
-        elif value in self._shields and _bytes_of(target.base) == self._known_bytes(old):
+        elif value in self._shields and size_of(target.base) == self._known_bytes(old):
             self._unshielded[value] = self._unshielded[old]
             if self._unshielded[value] < checks:  # what is made of it depends on them
                 self._sources[value] |= (1 << checks) - 1 << len(self._program.inputs)
@@ -322,7 +324,7 @@ class _Writer:
 
     def _known_bytes(self, value: int) -> int | None:
         """The size of a value; None where nothing needed it, which is so before the first check alone."""
-        return _bytes_of(self._layouts[value]) if value in self._layouts else None
+        return size_of(self._layouts[value]) if value in self._layouts else None
 
     def _is_shielded(self, value: int, old: int | None) -> bool:
         """Whether a version has to be the one before it where a check has failed."""
@@ -532,10 +534,6 @@ class _Writer:
     def _next(self) -> int:
         self._count += 1
         return self._count
-
-
-def _bytes_of(base: Base) -> int:
-    return math.prod(base.shape) * base.dtype.itemsize
 
 
 def _is_whole(tensor: Operand | Result | Write, base: Base) -> bool:

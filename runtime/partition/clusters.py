@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torchtpu.runtime.ir.calls import Parameter, results_of, written
+from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Write
 from torchtpu.runtime.ir.values import bases_of, operands, size_of
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.lowering.materialization import STORED
 from torchtpu.runtime.lowering.tracing import Fragment
 
+from .dead_ops import needed, reading
 from .repeats import Repetition, find_runs
 from .split import Part, split
 
@@ -89,47 +90,6 @@ def search(program: Program, ops: Sequence[Op], fragments: Fragments) -> Places 
 def cut_out(program: Program, ops: Sequence[Op], places: Places) -> Clusters:
     """The clusters that `search` found."""
     return Clusters(_parts(replace(program, ops=reading(ops, places.kept, places.unread)), places.runs), places.hot)
-
-
-def needed(
-    program: Program, ops: Sequence[Op], fragments: Fragments
-) -> tuple[list[int], dict[int, list[int]], list[Fragment]]:
-    """The places of the ops whose results or checks are needed, what of theirs is not read, and their fragments."""
-    needed: set[int | None] = set(program.outputs)
-    found: list[tuple[int, list[int], Fragment]] = []
-    for place, (fragment, parameters) in reversed(list(enumerate(fragments.find(ops)))):
-        op = ops[place]
-        if not fragment.checks and needed.isdisjoint([r.value for r in results_of(op)]):
-            continue
-        read = _values(op, fragment, parameters)
-        needed |= read
-        taken = {o.value for o in operands(op) if o.value is not None}
-        found.append((place, sorted(taken - read), fragment))
-    found.reverse()
-    unread = {i: values for i, (_, values, _) in enumerate(found) if values}
-    return [place for place, _, _ in found], unread, [fragment for _, _, fragment in found]
-
-
-def _values(op: Op, fragment: Fragment, parameters: Sequence[Parameter]) -> set[int | None]:
-    """The values that an op reads, or writes a part of."""
-    used = [parameters[n] for n in fragment.used]
-    forwarded = [parameters[n] for n in fragment.forwards if n is not None]
-    return {p.value for p in (*used, *forwarded) if isinstance(p, Operand)} | {written(op, w).value for w in op.writes}
-
-
-def reading(ops: Sequence[Op], kept: Sequence[int], unread: Mapping[int, Sequence[int]]) -> tuple[Op, ...]:
-    """The ops that are needed, without the values of tensors of which they take the shape only."""
-
-    def argument(given: Any, values: Sequence[int]) -> Any:
-        if isinstance(given, tuple):
-            return tuple(argument(item, values) for item in given)
-        return replace(given, value=None) if isinstance(given, Operand) and given.value in values else given
-
-    def op(place: int, values: Sequence[int] | None) -> Op:
-        found = ops[place]
-        return replace(found, args=tuple(argument(a, values) for a in found.args)) if values else found
-
-    return tuple(op(place, unread.get(i)) for i, place in enumerate(kept))
 
 
 class _ClusterFinder:

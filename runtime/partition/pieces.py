@@ -20,7 +20,7 @@ from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Random, Scalar, Write
 from torchtpu.runtime.lowering.fragments import Fragments
 
-from .clusters import needed, reading
+from .dead_ops import needed, reading
 from .split import Part, split
 
 _MOST = 4  # ops of a piece

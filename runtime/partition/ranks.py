@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from torchtpu.runtime.ir.liveness import find_live, made_by
 from torchtpu.runtime.ir.program import Lifted, Op, Program
 from torchtpu.runtime.ir.scalar_lifting import IsStructural, Numbers
 from torchtpu.runtime.ir.values import operands, rewrite
@@ -42,9 +43,10 @@ def find_stages(program: Program, collective: str, is_structural: IsStructural, 
         return []
     phases = _phases(ops, common, tell)
     if end < len(program.ops):  # what nothing common needs waits with it
-        needed = _needed(ops, common)
+        read = [[operand.value for operand in operands(op)] for op in ops]
+        needed = set(find_live(range(end), (), lambda n: made_by(ops[n]), read.__getitem__, common.__getitem__))
         later = max(phases) + 2
-        phases = [phase if is_needed else later for phase, is_needed in zip(phases, needed, strict=True)]
+        phases = [phases[n] if n in needed else later for n in range(end)]
         phases += [later] * (len(program.ops) - end)
     order = sorted(range(len(program.ops)), key=phases.__getitem__)
     ends = [n for n in range(1, len(order)) if phases[order[n]] != phases[order[n - 1]]]
@@ -91,17 +93,6 @@ def _common(everyones: list[list[int]], own: list[int]) -> list[bool] | None:
 
     shared = [[s for s, kept in zip(each, are_common(each), strict=True) if kept] for each in everyones]
     return are_common(own) if all(each == shared[0] for each in shared) else None
-
-
-def _needed(ops: Sequence[Op], common: list[bool]) -> list[bool]:
-    """Which ops are common or make what common ones need."""
-    needed: set[int | None] = set()
-    found = []
-    for op, is_common in zip(reversed(ops), reversed(common), strict=True):
-        found.append(is_common or not needed.isdisjoint(_made([op])))
-        if found[-1]:
-            needed.update(operand.value for operand in operands(op))
-    return found[::-1]
 
 
 def _phases(ops: Sequence[Op], common: list[bool], tell: Tell) -> list[int]:

@@ -13,28 +13,13 @@ from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime.ir.calls import results_of, written
+from torchtpu.runtime.ir.liveness import ends_of_life
 from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.ir.values import bases_of, operands, rewrite, size_of
 
 _BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e10, 5e10  # what is cheap to make again: orders of magnitude, on any machine
 _DEEPEST = 24  # ops that may be repeated for one value
 _SMALL = 512  # a value of less than this part of the target is not worth dropping
-
-
-def live_bytes(program: Program) -> list[int]:
-    """The bytes that are alive after each op, of what the program makes and is given."""
-    sizes = {value: size_of(base) for value, base in bases_of(program).items()}
-    last = _last_reads(program)
-    live = sum(map(size_of, program.inputs))
-    after = []
-    dying: dict[int, list[int]] = {}
-    for value, place in last.items():
-        dying.setdefault(place, []).append(value)
-    for place, op in enumerate(program.ops):
-        live += sum(sizes[made.value] for made in results_of(op))
-        live -= sum(sizes[value] for value in dying.get(place, ()))
-        after.append(live)
-    return after
 
 
 def recompute(program: Program, target: int, is_repeatable: Sequence[bool]) -> tuple[Program, int]:
@@ -47,16 +32,6 @@ def recompute(program: Program, target: int, is_repeatable: Sequence[bool]) -> t
         schedule.run(place)
     outputs = tuple(schedule.names.get(value, value) for value in program.outputs)
     return replace(program, ops=tuple(schedule.ops), outputs=outputs), len(schedule.ops) - len(program.ops)
-
-
-def _last_reads(program: Program) -> dict[int, int]:
-    """The place of the op that reads a value last (or makes it), for values that may go then."""
-    last: dict[int, int] = {}
-    for place, op in enumerate(program.ops):
-        last.update((made.value, place) for made in results_of(op))
-        last.update((o.value, place) for o in operands(op) if o.value is not None)
-    stays = {*program.outputs, *(~i for i in range(len(program.inputs)) if i not in program.donated)}
-    return {value: place for value, place in last.items() if value not in stays}
 
 
 class _Schedule:
@@ -74,7 +49,7 @@ class _Schedule:
         for place, values in enumerate(self._reads):
             for value in values:
                 self._uses.setdefault(value, []).append(place)
-        self._last = _last_reads(program)
+        self._last = ends_of_life(program)
         self._dying: dict[int, list[int]] = {}
         for value, place in self._last.items():
             self._dying.setdefault(place, []).append(value)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtpu.runtime.ir.liveness import last_reads
 from torchtpu.runtime.ir.program import Lifted, Program
-from torchtpu.runtime.ir.values import bases_of, operands, rewrite
+from torchtpu.runtime.ir.values import bases_of, rewrite
 
 _FEWEST_TO_SPLIT = 32  # ops; what is shorter is quickly compiled
 _SHORTEST_RUN = 4  # ops that are worth a launch of their own
@@ -39,10 +40,7 @@ def split(program: Program, ends: Sequence[int]) -> list[Part]:
     """
     bounds = [0, *ends, len(program.ops)]
     groups = [program.ops[begin:end] for begin, end in itertools.pairwise(bounds)]
-    last: dict[int, int] = {}  # the part that reads a value last
-    for number, ops in enumerate(groups):
-        for op in ops:
-            last.update((o.value, number) for o in operands(op) if o.value is not None)
+    last = last_reads(groups)
     bases = bases_of(program)
     kept = set(program.outputs)
 
@@ -53,7 +51,7 @@ def split(program: Program, ends: Sequence[int]) -> list[Part]:
     for number, ops in enumerate(groups):
         numbers = _PartNumbers()
         rewritten = tuple(rewrite(op, numbers.read, numbers.make, numbers.lift) for op in ops)
-        outputs = tuple(v for v in numbers.made if v in kept or last.get(v, -1) > number)
+        outputs = tuple(v for v in numbers.made if v in kept or last[v] > number)
         part = Program(
             ops=rewritten,
             inputs=tuple(bases[v] for v in numbers.inputs),
