@@ -30,7 +30,7 @@ from .compile.tiers import FIRST_TIERS, SWEEPS
 from .compile.variants import NotBuiltError, RegionVariants, VariantBuilder
 from .device.client import Client
 from .device.process_group import ProcessGroup
-from .execute.checks import PendingCheck, recorded_at
+from .execute.checks import PendingCheck, recorded_at, region_error
 from .execute.executor import Executor
 from .execute.fitting import Fitting
 from .execute.memory import Memory
@@ -199,7 +199,7 @@ class Engine:
                 self.counters.bailouts.note(optimisation, cause, plan.line)
             plan.ready(made.result())
             return
-        failure, reason = _explained(error, plan), error.__cause__ or error
+        failure, reason = _not_compiled(error, plan), error.__cause__ or error
         is_absent = isinstance(reason, NotCompiledError)
         if not isinstance(reason, Exception) or isinstance(reason, CancelledError) or not (what or is_absent):
             plan.failed(failure)
@@ -364,7 +364,7 @@ def _unlowered(error: BaseException, line: str, run: str) -> BaseException:
     return failure
 
 
-def _explained(error: BaseException, plan: Any) -> BaseException:
+def _not_compiled(error: BaseException, plan: Any) -> BaseException:
     """The error of a region that was not compiled."""
     if not isinstance(error, NotBuiltError):
         return error
@@ -376,8 +376,4 @@ def _explained(error: BaseException, plan: Any) -> BaseException:
         )
     if isinstance(error, CancelledError):
         return RuntimeError(f"the region {place} was not compiled: the engine is closed")
-    text = f"the region {place} ({about.ops} ops) could not be compiled: {error}"
-    kind = torch.OutOfMemoryError if "RESOURCE_EXHAUSTED" in str(error) else RuntimeError
-    failure = kind(f"{text} (its largest result: {about.largest})")
-    failure.__cause__ = error
-    return failure
+    return region_error(error, about, plan.run, "compiled")

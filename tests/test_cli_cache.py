@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from torchtpu import _autoload
 from torchtpu.cli import app, doctor
-from torchtpu.cli.output import show_bytes, show_count, show_seconds
+from torchtpu.cli.output import show_count, show_seconds
 from torchtpu.compiler_cache import DirectoryStore, Key
+from torchtpu.runtime.device.sizes import show_bytes
 
 
 @pytest.fixture
@@ -267,6 +268,6 @@ def test_doctor_names_a_variable_that_nothing_reads(monkeypatch: pytest.MonkeyPa
 
 
 def test_sizes_are_shown_in_units() -> None:
-    assert [show_bytes(n) for n in (0, 1023, 1536, 5 << 30)] == ["0 B", "1023 B", "1.5 KB", "5.0 GB"]
+    assert [show_bytes(n) for n in (0, 999, 1500, 5e9)] == ["0 B", "999 B", "1.50 kB", "5.00 GB"]
     assert [show_count(n) for n in (0, 999, 1500, 2.5e12)] == ["0", "999", "1.5 K", "2.5 T"]
     assert [show_seconds(s) for s in (5e-6, 0.0025, 61)] == ["5 us", "2.5 ms", "61.0 s"]

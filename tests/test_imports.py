@@ -115,6 +115,15 @@ def test_no_module_imports_what_imports_it() -> None:
     assert not left, f"each of these imports another: {left}"
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in PYTHON:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{name_of(path)}:{node.lineno}")
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
 def test_distributed_imports_nothing_that_imports_it() -> None:
     """Of the top package it knows the knobs and the op registry."""
     modules = {module_of(p).removesuffix(".__init__"): p for p in PYTHON if "distributed" in p.parts}

@@ -83,10 +83,10 @@ class Builder:
             self._counters.offset_variants += 1
             plan = self._plans.under(self.find(build.program, is_flat=True), build.plan.options)
             flat = self.submit(build.program, plan, device, is_flat=True)
-            return Executable(self._client, plan, flat.flight.result(), device, flat.about, _refuse)
+            return Executable(self._client, plan, flat.flight.result(), device, flat.about)
 
         _, plan, about, flight = build
-        return Executable(self._client, plan, flight.result(), device, about, make_flat if plan.offsets else _refuse)
+        return Executable(self._client, plan, flight.result(), device, about, make_flat if plan.offsets else None)
 
     def executable_of(self, program: Program, device: int) -> Executable:
         """A program's executable; waits for it."""
@@ -127,7 +127,3 @@ def _keep_journal(journal: Journal, program: Program, is_flat: bool, digest: str
             journal.outcome(ProgramOutcome(identity, outcome, digest, loaded.milliseconds))
 
     flight.add_done_callback(note)
-
-
-def _refuse() -> Executable:
-    raise AssertionError("a program without run-time offsets has no variant for them")

@@ -27,7 +27,7 @@ _LATER_NICENESS = 10
 _SMALL = 32  # ops: what compiles in a fraction of a second
 
 
-class _Job(NamedTuple):
+class _CompileJob(NamedTuple):
     """A program to be compiled, of a digest for a device; `ops` and `line` are for people and for the order, 0 where
     nobody said."""
 
@@ -65,9 +65,9 @@ class Compiler:
         self._may_compile = may_compile
         self._condition = threading.Condition()  # guards what follows
         self._flights: OrderedDict[tuple[str, int], Future[Loaded]] = OrderedDict()
-        self._jobs: deque[_Job] = deque()
-        self._later: deque[_Job] = deque()  # jobs for when nothing else is to be done
-        self._running: dict[_Job, float] = {}  # since when each has been compiling
+        self._jobs: deque[_CompileJob] = deque()
+        self._later: deque[_CompileJob] = deque()  # jobs for when nothing else is to be done
+        self._running: dict[_CompileJob, float] = {}  # since when each has been compiling
         self._is_closed = False
         self._idle = 0
         self._max_threads = max(1, threads)
@@ -95,7 +95,7 @@ class Compiler:
                 raise RuntimeError("the compiler is shut down")
             flight = self._flights[flight_key] = Future()
             ops, line = (note or {}).get("ops"), (note or {}).get("line")
-            job = _Job(
+            job = _CompileJob(
                 flight_key,
                 lambda: self._build(flight, plan, device, note),
                 ops if isinstance(ops, int) else 0,
@@ -110,7 +110,7 @@ class Compiler:
             self._condition.notify_all()
         return flight
 
-    def _enqueue(self, job: _Job) -> None:
+    def _enqueue(self, job: _CompileJob) -> None:
         """Has a job done by the first worker that is free. Under the condition."""
         self._jobs.append(job)
         if self._idle == 0 and len(self._threads) < self._max_threads:
@@ -215,7 +215,7 @@ class Compiler:
                         self._jobs.remove(job)
             self._run(job)
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _CompileJob) -> None:
         with self._condition:
             self._running[job] = time.perf_counter()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -24,3 +25,8 @@ class ProcessGroup(NamedTuple):
     rank: int
     size: int
     key_values: KeyValueStore
+
+
+def hash_of(text: str) -> int:
+    """A number to compare a text by that ranks tell each other, an int64."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from torchtpu.runtime.device.client import Client
+from torchtpu.runtime.device.loaded import About
 from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.lowering.emit import CHECKS_PER_WORD, Check
 
@@ -161,3 +164,12 @@ def unsettled(guards: Iterable[tuple[PendingCheck, int]]) -> dict[PendingCheck, 
 def recorded_at(line: str, run: str) -> str:
     """Where an op stream was recorded, and how a run of it that came from elsewhere differs."""
     return f"first recorded at {line}; this run {run}" if run else f"recorded at {line}"
+
+
+def region_error(error: BaseException, about: About, run: str, done: str) -> BaseException:
+    """The error of a region that could not be `done`; it says how large it was."""
+    text = f"the region {recorded_at(about.line, run)} ({about.ops} ops) could not be {done}: {error}"
+    kind = torch.OutOfMemoryError if "RESOURCE_EXHAUSTED" in str(error) else RuntimeError
+    failure = kind(f"{text} (its largest result: {about.largest})")
+    failure.__cause__ = error
+    return failure

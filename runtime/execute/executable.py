@@ -131,7 +131,7 @@ class Executable:
         loaded: Loaded,
         device: int,
         about: About,
-        make_flat: Callable[[], Executable],
+        make_flat: Callable[[], Executable] | None = None,
     ) -> None:
         outputs = list(plan.outputs) + ([failed_aval(len(plan.checks))] if plan.checks else [])
         self.inputs = plan.inputs
@@ -156,7 +156,9 @@ class Executable:
         """The program for these run-time ints: this one, or the one that takes nothing for granted of offsets."""
         if fits(self.offsets, ints):
             return self
-        self._flat = self._flat or self._make_flat()
+        if self._flat is None:
+            assert self._make_flat is not None, "nothing is taken for granted of this program's offsets"
+            self._flat = self._make_flat()
         return self._flat
 
     def launch(self, work: Any, context: LaunchContext) -> None:

@@ -24,7 +24,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.log import write
 from torchtpu.runtime.telemetry.observers import Launched, Observer
 
-from .checks import CheckResults, PendingCheck, first_of, recorded_at, unsettled
+from .checks import CheckResults, PendingCheck, first_of, region_error, unsettled
 from .executable import Executable, Fitted
 from .fitting import Fitting
 from .memory import Memory, PendingLaunch
@@ -350,7 +350,7 @@ class _Caught:
                 place, error = error.place, error.error
             _forget_frames(error)
             is_whole = self._executable is not None
-            shown = _explained(error, self._executable.about, self._work.run) if is_whole else error
+            shown = _not_launched(error, self._executable.about, self._work.run) if is_whole else error
             if self._settle is None or not isinstance(shown, Exception):
                 self._work.failed(shown)
             else:
@@ -368,12 +368,7 @@ def _forget_frames(error: BaseException) -> None:
         waiting += [e for e in (found.__cause__, found.__context__) if e is not None and id(e) not in known]
 
 
-def _explained(error: BaseException, about: About, run: str) -> BaseException:
+def _not_launched(error: BaseException, about: About, run: str) -> BaseException:
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, Exception):
         return error
-    place = recorded_at(about.line, run)
-    text = f"the region {place} ({about.ops} ops) could not be launched: {error}"
-    kind = torch.OutOfMemoryError if "RESOURCE_EXHAUSTED" in str(error) else RuntimeError
-    failure = kind(f"{text} (its largest result: {about.largest})")
-    failure.__cause__ = error
-    return failure
+    return region_error(error, about, run, "launched")

@@ -16,6 +16,7 @@ import torch
 
 from .calls import schema_of
 from .program import Lifted, Op, Operand, Program, Scalar
+from .values import without_lines
 
 Number = int | float
 IsStructural = Callable[[str, str, Number], bool]  # (op, argument, value): it changes what the op means
@@ -43,8 +44,7 @@ class Numbers:
             return type(number)(0)
 
         self.blank = blank = self._rewritten(see)
-        ops = [replace(op, line="") for op in blank.ops]
-        self.digest = hashlib.sha256(repr(replace(blank, ops=tuple(ops), line="")).encode()).hexdigest()
+        self.digest = hashlib.sha256(repr(without_lines(blank)).encode()).hexdigest()
         self.bits = [n if isinstance(n, int) else struct.unpack("<q", struct.pack("<d", n))[0] for n in found]
 
     def lifted(self, places: Collection[int]) -> Lifting:

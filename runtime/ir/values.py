@@ -18,6 +18,11 @@ def bases_of(program: Program) -> dict[int, Base]:
     return bases
 
 
+def without_lines(program: Program) -> Program:
+    """The program without the places in the user's code: the same for all that do the same."""
+    return replace(program, ops=tuple(replace(op, line="") for op in program.ops), line="")
+
+
 def size_of(base: Base) -> int:
     """The bytes of an array."""
     return math.prod(base.shape) * base.dtype.itemsize

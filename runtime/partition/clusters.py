@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Write
-from torchtpu.runtime.ir.values import bases_of, operands, size_of
+from torchtpu.runtime.ir.values import bases_of, operands, size_of, without_lines
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.lowering.materialization import STORED
 from torchtpu.runtime.lowering.tracing import Fragment
@@ -198,9 +198,8 @@ def _alike(parts: Sequence[Part], made: Sequence[Sequence[int]]) -> list[Part]:
     ]
 
 
-def _key(program: Program) -> tuple[Any, ...]:
-    ops = tuple(replace(op, line="") for op in program.ops)
-    return ops, program.inputs, program.floats, program.ints
+def _key(program: Program) -> Program:
+    return replace(without_lines(program), outputs=(), donated=())
 
 
 def _offsets_lifted(parts: Sequence[Part]) -> list[Part]:

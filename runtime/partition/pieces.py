@@ -18,6 +18,7 @@ import torch
 
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Random, Scalar, Write
+from torchtpu.runtime.ir.values import without_lines
 from torchtpu.runtime.lowering.fragments import Fragments
 
 from .dead_ops import needed, reading
@@ -46,16 +47,7 @@ def ends_of(marks: Sequence[int]) -> list[int]:
 def identity(program: Program) -> tuple[Any, ...]:
     """What equal pieces have in common: all but their lines. Of their arguments 1, 1.0 and True are not equal, nor are
     0.0 and -0.0."""
-    ops = tuple(replace(op, line="") for op in program.ops)
-    return (
-        ops,
-        tuple(_sign(op.args) for op in program.ops),
-        program.inputs,
-        program.outputs,
-        program.donated,
-        program.floats,
-        program.ints,
-    )
+    return without_lines(program), tuple(_sign(op.args) for op in program.ops)
 
 
 def _mark(op: Op) -> int:

@@ -8,12 +8,12 @@ as seldom as their dependences allow. All ranks ask each other at once, and each
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from torchtpu.runtime.device.process_group import hash_of
 from torchtpu.runtime.ir.liveness import find_live, made_by
 from torchtpu.runtime.ir.program import Lifted, Op, Program
 from torchtpu.runtime.ir.scalar_lifting import IsStructural, Numbers
@@ -72,7 +72,7 @@ def _signatures(program: Program, collective: str, is_structural: IsStructural) 
     for op in Numbers(program, is_structural).blank.ops:
         plain = rewrite(op, lambda value: 0, lambda value: 0, lambda lifted: Lifted(lifted.kind, 0))
         text = repr((count, replace(plain, line="")))
-        found.append(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True))
+        found.append(hash_of(text))
         count += op.name == collective
     return found
 

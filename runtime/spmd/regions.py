@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import collections.abc
 import functools
-import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from torchtpu.runtime.device.process_group import Homes
+from torchtpu.runtime.device.process_group import Homes, hash_of
 from torchtpu.runtime.execute.executable import Enqueued, Executable, Launchable, LaunchContext
 from torchtpu.runtime.execute.sequence import Sequence
 from torchtpu.runtime.ir.program import Op, Program
@@ -356,7 +355,7 @@ class SpmdRegion:
 
 def _is_told_by_all(tell: Tell, text: str) -> bool:
     """Whether all ranks tell this text, which is not empty."""
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True) if text else 0
+    number = hash_of(text) if text else 0
     told = [found for (found,) in tell([number])]
     return number != 0 and len(set(told)) == 1
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtpu.cli.output import Json, err, fail, out, print_json, show_bytes, show_seconds, table
+from torchtpu.cli.output import Json, err, fail, out, print_json, show_seconds, table
 from torchtpu.compiler_cache import (
     UNREADABLE,
     BundleError,
@@ -25,6 +25,7 @@ from torchtpu.compiler_cache import (
     open_store,
     parse_nbytes,
 )
+from torchtpu.runtime.device.sizes import show_bytes
 
 cache = typer.Typer(help="Look into the cache of compiled programs, and move it.", no_args_is_help=True)
 

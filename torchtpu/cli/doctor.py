@@ -14,7 +14,8 @@ from typing import NamedTuple
 import typer
 from rich.text import Text
 
-from torchtpu.cli.output import Json, out, print_json, show_bytes
+from torchtpu.cli.output import Json, out, print_json
+from torchtpu.runtime.device.sizes import show_bytes
 
 _LOW_DISK_BYTES = 1 << 30
 _STYLES = {"ok": "green", "note": "yellow", "fault": "bold red"}

@@ -23,8 +23,6 @@ err = _console(sys.stderr, is_stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
-_UNITS = ("B", "KB", "MB", "GB", "TB")
-
 
 def print_json(document: Any) -> None:
     """Prints one JSON document."""
@@ -47,15 +45,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     for row in cells:
         made.add_row(*row)
     return made
-
-
-def show_bytes(count: float) -> str:
-    """`1.2 MB`; powers of 1024."""
-    for unit in _UNITS[:-1]:
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} {_UNITS[-1]}"
 
 
 def show_count(count: float) -> str:

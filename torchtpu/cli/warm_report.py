@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torchtpu.cli.output import err, out, show_bytes, show_count, show_seconds, table
+from torchtpu.cli.output import err, out, show_count, show_seconds, table
 from torchtpu.cli.pool import Completed, Pool
 from torchtpu.compiler_cache import DirectoryStore
+from torchtpu.runtime.device.sizes import show_bytes
 from torchtpu.runtime.ir.manifest import decode_recorded, read_lines, write_lines
 
 _ROWS = 40

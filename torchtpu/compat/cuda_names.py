@@ -118,7 +118,7 @@ def _fill_device(kind: Any, swap: Callable[[Any], Any]) -> None:
 def _stand_in(kind: Any, swap: Callable[[Any], Any]) -> Any:
     """A class that makes `kind`s, with CUDA devices mapped, and whose instances `kind`s are."""
 
-    class Meta(type):
+    class MappedClass(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return kind(*map(swap, args), **{name: swap(value) for name, value in kwargs.items()})
 
@@ -128,7 +128,7 @@ def _stand_in(kind: Any, swap: Callable[[Any], Any]) -> Any:
         def __subclasscheck__(cls, subclass: type) -> bool:
             return issubclass(subclass, kind)
 
-    return Meta(kind.__name__, (), {"__doc__": kind.__doc__, "__module__": "torch"})
+    return MappedClass(kind.__name__, (), {"__doc__": kind.__doc__, "__module__": "torch"})
 
 
 class _LegacyType(type):

@@ -15,14 +15,14 @@ def take_tpu(safetensors: ModuleType) -> None:
     """Makes safetensors.safe_open, which safetensors.torch.load_file calls, take tpu devices."""
     opened = safetensors.safe_open
 
-    class Meta(type):
+    class SafeOpen(type):
         def __call__(cls, filename: Any, framework: Any, device: Any = "cpu", **options: Any) -> Any:
             return opened(filename, framework, _number(device), **options)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, opened)
 
-    safetensors.safe_open = Meta(  # type: ignore[attr-defined]
+    safetensors.safe_open = SafeOpen(  # type: ignore[attr-defined]
         "safe_open", (), {"__doc__": opened.__doc__, "__module__": safetensors.__name__}
     )
 

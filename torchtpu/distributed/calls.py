@@ -45,7 +45,7 @@ class _Totals:
         self.alone = 0
 
 
-class _Job(Generic[T]):
+class _CollectiveJob(Generic[T]):
     """What the worker is to do for a call, and the one answer to it."""
 
     def __init__(self, call: CollectiveCall, work: Callable[[], T], *, may_outlast_partners: bool) -> None:
@@ -78,9 +78,9 @@ class _Worker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
-        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_CollectiveJob[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._current: _Job[Any] | None = None
+        self._current: _CollectiveJob[Any] | None = None
 
     def run(
         self,
@@ -91,7 +91,7 @@ class _Worker:
         may_outlast_partners: bool = False,
     ) -> T:
         """What the work returns; TimeoutError where it does not return in time."""
-        job = _Job(call, work, may_outlast_partners=may_outlast_partners)
+        job = _CollectiveJob(call, work, may_outlast_partners=may_outlast_partners)
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -131,11 +131,11 @@ class _Worker:
         if thread is not None:
             thread.join(seconds)
 
-    def _give_up(self, job: _Job[Any], error: BaseException) -> None:
+    def _give_up(self, job: _CollectiveJob[Any], error: BaseException) -> None:
         if job.settle(None, error):
             self.close(0)  # the thread ends when what it waits for does
 
-    def _work(self, jobs: queue.SimpleQueue[_Job[Any] | None]) -> None:
+    def _work(self, jobs: queue.SimpleQueue[_CollectiveJob[Any] | None]) -> None:
         while (job := jobs.get()) is not None:
             job.run()
 

@@ -6,7 +6,6 @@ by its connections. Whoever waits for a rank that will not come stops waiting.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from torchtpu.runtime.device.process_group import hash_of
 from torchtpu.runtime.spmd.regions import Proposal, VoteResult
 
 from .call import CollectiveCall
@@ -76,12 +76,12 @@ class Peers:
         says what each rank is at where they are at different calls.
         """
         call = calls[0]
-        words = [_number(text) if text else 0 for text in (proposal.identity, proposal.program)]
+        words = [hash_of(text) if text else 0 for text in (proposal.identity, proposal.program)]
         everyones = meet([_word(call), _word(*calls[: proposal.calls]), *words, len(calls)])
         first, called, identities, programs, counts = zip(*everyones, strict=True)
         if len(set(first)) == 1:
             is_same = len({*called}) == len({*identities}) == 1 and identities[0] != 0
-            return VoteResult(is_same, 0 if 0 in programs else min(counts), _number(str((programs, counts))))
+            return VoteResult(is_same, 0 if 0 in programs else min(counts), hash_of(str((programs, counts))))
         texts = (bytes(letters).decode() for letters in tell([*str(call).encode()], meet))
         told = ", ".join(f"rank {rank}: {text}" for rank, text in zip(self._ranks, texts, strict=True))
         raise dist.DistBackendError(f"the ranks of group {self._name} are at different collectives: {told}")
@@ -161,11 +161,7 @@ def tell(numbers: Sequence[int], meet: Meet) -> list[list[int]]:
 
 def _word(*calls: CollectiveCall) -> int:
     """A number for what these calls are."""
-    return _number("\n".join(f"{call.sequence} {call.what}" for call in calls))
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    return hash_of("\n".join(f"{call.sequence} {call.what}" for call in calls))
 
 
 def _place() -> str:
