@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from regression import prepared, step
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "ecosystem.md"
 TOLERANCE = 1e-3  # of a loss after some steps, relative
 
@@ -107,31 +109,18 @@ def _adapter(device: str) -> list[float]:
 
 
 def _accelerator(device: str) -> list[float]:
-    import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from torch.utils.data import DataLoader, TensorDataset
 
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=device == "cpu", gradient_accumulation_steps=2)
     assert accelerator.device.type == device
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    x = torch.randn(64, 8)
-    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    model, optimizer, data = prepared(accelerator, 8)
     losses = []
     for _ in range(2):
         for inputs, targets in data:
             with accelerator.accumulate(model):
-                loss = torch.nn.functional.mse_loss(model(inputs), targets)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
+                losses.append(step(accelerator, model, optimizer, inputs, targets))
     return [loss.item() for loss in losses]
 
 

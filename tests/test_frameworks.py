@@ -13,6 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from regression import PYTHONPATH
 from script import run_script
 
 pytestmark = pytest.mark.timeout(600)
@@ -25,7 +26,7 @@ def needs(*libraries: str) -> pytest.MarkDecorator:
 
 def printed(code: str, **environment: str) -> list[str]:
     """The lines that a script prints, which runs no op on the CPU."""
-    ended = run_script(code, seconds=500, TORCHTPU_FALLBACK="error", **environment)
+    ended = run_script(code, seconds=500, TORCHTPU_FALLBACK="error", PYTHONPATH=PYTHONPATH, **environment)
     assert ended.status == 0, ended.err
     assert "torchtpu does not know" not in ended.err, ended.err
     return ended.out.splitlines()
@@ -38,7 +39,7 @@ def torchrun(code: str, folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, str(script), *arguments], cwd=folder, capture_output=True, text=True, timeout=500, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -47,8 +48,7 @@ def torchrun(code: str, folder: Path, *arguments: str) -> str:
 ACCELERATE = """
     import sys
     from accelerate import Accelerator
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
+    from regression import prepared, step
 
     options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     plugin = None
@@ -56,21 +56,12 @@ ACCELERATE = """
         from accelerate import FullyShardedDataParallelPlugin
         plugin = FullyShardedDataParallelPlugin(fsdp_version=int(options["fsdp"]), auto_wrap_policy="no_wrap")
     accelerator = Accelerator(mixed_precision=options.get("precision", "no"), fsdp_plugin=plugin)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    x = torch.randn(64, 8)
-    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 16)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    model, optimizer, data = prepared(accelerator)
     losses = []
     for _ in range(4):
         for inputs, targets in data:
-            loss = torch.nn.functional.mse_loss(model(inputs), targets)
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+            loss = step(accelerator, model, optimizer, inputs, targets)
+            losses.append(accelerator.gather(loss.reshape(1)).mean().item())
     assert losses[-1] < 0.9 * losses[0], losses
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

@@ -11,32 +11,13 @@ from typing import Any
 import pytest
 import torch
 from reference_engine import ReferenceEngine, reference_engine
+from thread_support import run_all
 from torch import Tensor
 
 from torchtpu import config, metrics
 from torchtpu.runtime import _C
 
 GIB = 1 << 30
-
-
-def in_threads(*works: Any) -> None:
-    """Runs each in a thread of its own, and raises the first error."""
-    errors: list[BaseException] = []
-
-    def run(work: Any) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 # ---- threads
@@ -68,7 +49,7 @@ def test_values_of_a_thread_that_records_are_read_by_others() -> None:
             seen += 1
         assert seen > 0
 
-    in_threads(record, read, read, read)
+    run_all(record, read, read, read)
 
 
 def test_threads_that_draw_from_one_generator_never_share_a_draw() -> None:
@@ -78,7 +59,7 @@ def test_threads_that_draw_from_one_generator_never_share_a_draw() -> None:
     def draw() -> None:
         drawn.extend(torch.rand(2, device="tpu", generator=generator).tolist() for _ in range(40))
 
-    in_threads(draw, draw, lambda: [generator.get_state() for _ in range(400)])
+    run_all(draw, draw, lambda: [generator.get_state() for _ in range(400)])
     assert len(drawn) == len({tuple(pair) for pair in drawn}) == 80
 
 
@@ -94,7 +75,7 @@ def test_an_uploaded_value_that_python_has_seen_may_die_in_any_op() -> None:
             del y
             x.zero_()
 
-    in_threads(overwrite, overwrite)
+    run_all(overwrite, overwrite)
 
 
 # ---- addresses

@@ -10,6 +10,7 @@ import torch
 import torch.distributions as D
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_support import scaled_step
 
 from torchtpu import metrics, startup
 
@@ -45,12 +46,7 @@ def scaled_training() -> Callable[[int], None]:
     def step(i: int) -> None:
         with torch.autocast("tpu", torch.float16):
             loss = F.cross_entropy(model(batch(i)), torch.arange(6, device="tpu") % 4)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(scaler, optimizer, model, loss)
 
     return step
 

@@ -6,6 +6,7 @@ They need the extra: pip install -e '.[test,models]'.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import regression
 
 SCRIPTS = {
     "transformers": """
@@ -28,26 +30,12 @@ SCRIPTS = {
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     """,
     "accelerate": """
-        import torch
         from accelerate import Accelerator
-        from torch.utils.data import DataLoader, TensorDataset
+        from regression import prepared, step
 
         accelerator = Accelerator()
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-        x = torch.randn(64, 8)
-        data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 16)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        model, optimizer, data = accelerator.prepare(model, optimizer, data)
-        losses = []
-        for _ in range(5):
-            for inputs, targets in data:
-                loss = torch.nn.functional.mse_loss(model(inputs), targets)
-                optimizer.zero_grad()
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                losses.append(loss.item())
+        model, optimizer, data = prepared(accelerator)
+        losses = [step(accelerator, model, optimizer, *batch).item() for _ in range(5) for batch in data]
         device = next(model.parameters()).device
     """,
     "lightning": """
@@ -90,7 +78,8 @@ def test_a_trainer_library_trains_on_tpu(library: str, tmp_path: Path) -> None:
     ending = 'print("device", device.type, "losses", losses[0], losses[-1])'
     script.write_text(f"{textwrap.dedent(SCRIPTS[library])}\n{ending}\n")
     command = [sys.executable, "-m", "torchtpu.cli", "run", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": regression.PYTHONPATH}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found = re.search(r"device tpu losses (\S+) (\S+)", done.stdout)
     assert found, done.stdout

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from training_support import scaled_step
 
 from torchtpu import metrics
 
@@ -236,12 +237,7 @@ def test_autocast_with_a_grad_scaler_trains(dtype: torch.dtype) -> None:
             scores = model[3](model[2](model[1](hidden)))
             loss = F.cross_entropy(scores, y)
         assert loss.dtype == torch.float32
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        scaled_step(scaler, optimizer, model, loss)
         losses.append(loss.item())
     assert losses[-1] < losses[0]
 
