@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtpu.runtime import _C
 from torchtpu.runtime.ir.liveness import last_reads
 from torchtpu.runtime.ir.program import Lifted, Program
 from torchtpu.runtime.ir.values import bases_of, rewrite
-
-_FEWEST_TO_SPLIT = 32  # ops; what is shorter is quickly compiled
-_SHORTEST_RUN = 4  # ops that are worth a launch of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +67,7 @@ def ends_of_runs(program: Program, before: Program) -> list[int]:
     """Where the runs of ops end that are as in another program of the same ops, and those between them; none where that
     is not worth it."""
     known = [replace(now, line=then.line) == then for now, then in zip(program.ops, before.ops, strict=True)]
-    runs = [(is_known, len(list(run))) for is_known, run in itertools.groupby(known)]
-    kept = [is_known and count >= _SHORTEST_RUN for is_known, count in runs for _ in range(count)]
-    ends = [place for place, (a, b) in enumerate(itertools.pairwise(kept), 1) if a != b]
-    return ends if len(kept) >= _FEWEST_TO_SPLIT and 2 * sum(kept) >= len(kept) else []
+    return _C.ends_of_runs(known)
 
 
 class _PartNumbers:

@@ -18,6 +18,7 @@
 #include "record/inference_cache.h"
 #include "region/program.h"
 #include "region/replay.h"
+#include "region/split.h"
 
 namespace torchtpu {
 
@@ -106,7 +107,7 @@ py::dict stats() {
   Counters now;
   {
     StateGuard guard(state_lock);
-    now = counters;
+    now = runtime.counters;
   }
   for (const auto& [reason, count] : now.cuts) cuts[reason.c_str()] = count;
   int64_t buffers = 0;
@@ -133,7 +134,7 @@ py::dict stats() {
 void reset_stats() {
   reset_inference_counts();
   StateGuard guard(state_lock);
-  counters = {};
+  runtime.counters = {};
 }
 
 // Values of the pending region will be buffers at the next cut; they count as allocated already.
@@ -325,24 +326,25 @@ PYBIND11_MODULE(_C, m) {
   m.def("record_marker", [](int device) { return record_marker(static_cast<c10::DeviceIndex>(device)); });
   m.def("wait_marker", &wait_marker);
   m.def("marker_time", &marker_time);
-  m.def("set_sync", [](bool on) { sync_mode = on; });
+  m.def("set_sync", [](bool on) { runtime.is_synchronous = on; });
   m.def("set_policy", [](bool is_frozen, bool is_exact, bool gives_room) {
-    policy.gives_room = gives_room;
-    policy.is_frozen = is_frozen;
-    policy.is_exact = is_exact;
+    runtime.policy.gives_room = gives_room;
+    runtime.policy.is_frozen = is_frozen;
+    runtime.policy.is_exact = is_exact;
   });
   m.def("set_limits",
         [](int64_t max_ops, int64_t max_bytes, int64_t max_in_flight, int64_t max_nodes, int64_t max_plans) {
-          limits.max_nodes = max_nodes;
-          limits.max_plans = max_plans;
-          limits.max_ops = max_ops;
-          limits.max_bytes = max_bytes;
-          limits.max_in_flight = max_in_flight;
+          runtime.limits.max_nodes = max_nodes;
+          runtime.limits.max_plans = max_plans;
+          runtime.limits.max_ops = max_ops;
+          runtime.limits.max_bytes = max_bytes;
+          runtime.limits.max_in_flight = max_in_flight;
         });
   m.def("set_eval_frame_setter", [](const py::object& setter) { set_eval_frame_setter(setter.ptr()); });
   m.def("observe_reads", [](bool on) { reads_are_observed = on; });
   m.def("dump", &dump);
   m.def("current_line", &current_line);
+  m.def("ends_of_runs", &ends_of_runs);
   m.def("drain", [] { drain_decrefs(); });
   py::class_<SignalsScope>(m, "SignalsDeferred")
       .def(py::init<>())

@@ -301,7 +301,7 @@ void plan_loop() {
         queue->mutex.unlock();
       },
       [] {
-        process = Process::kForked;
+        runtime.process = Process::kForked;
         unlock_all_spin_locks();
         queue->mutex.unlock();
       });
@@ -310,12 +310,11 @@ void plan_loop() {
 
 }  // namespace
 
-std::atomic<Process> process{Process::kRuns};
 std::atomic<int> num_reading{0};
 std::atomic<bool> has_arrivals{false};
 
 void refuse_or_sleep() {
-  TORCH_CHECK(process != Process::kForked,
+  TORCH_CHECK(runtime.process != Process::kForked,
               "Cannot re-initialize tpu in forked subprocess. To use tpu with multiprocessing, you must use the "
               "'spawn' start method");
   {
@@ -375,13 +374,13 @@ int64_t queue_length() {
 // Raises nothing: the op that waits here is recorded already, perhaps as one of many that the user called as one.  A
 // signal ends the wait instead.
 void throttle() {
-  if (queue_length() <= limits.max_in_flight) return;
+  if (queue_length() <= runtime.limits.max_in_flight) return;
   hurry_launcher();
   SignalsDeferred deferred;
   wait_until(
       [] {
         return queue->is_stopping ||
-               static_cast<int64_t>(queue->next_sequence - queue->next_done) <= limits.max_in_flight;
+               static_cast<int64_t>(queue->next_sequence - queue->next_done) <= runtime.limits.max_in_flight;
       },
       [] { return describe_front(); }, OnSignal::kReturn);
 }
@@ -472,11 +471,11 @@ bool await_sleep(int others, Clock::time_point deadline) {
 
 bool shutdown(double seconds) {
   auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-  int others = num_threads - (has_recorded() ? 1 : 0);
+  int others = runtime.num_threads - (has_recorded() ? 1 : 0);
   {
     QueueLock lock;
     queue->stopper = std::this_thread::get_id();
-    process = Process::kEnds;  // first: a thread that finds the queue stopping sleeps
+    runtime.process = Process::kEnds;  // first: a thread that finds the queue stopping sleeps
     queue->is_stopping = true;
   }
   queue->to_launch.notify_one();

@@ -7,8 +7,6 @@
 
 namespace torchtpu {
 
-std::atomic<int> num_threads{0};
-
 namespace {
 
 // One recorder per device; shared by a thread and the autograd threads that work for it.
@@ -24,8 +22,8 @@ std::vector<Recorder*>* every_recorder = new std::vector<Recorder*>();
 struct OwnFamily {
   std::shared_ptr<Family> family;
   ~OwnFamily() {
-    if (!family || process != Process::kRuns) return;
-    num_threads--;
+    if (!family || runtime.process != Process::kRuns) return;
+    runtime.num_threads--;
     {
       StateGuard guard(state_lock);
       for (Recorder* r : family->recorders) {
@@ -59,7 +57,7 @@ void carry(const std::shared_ptr<Family>& family) {
 
 Family& own_family() {
   if (!own.family) {
-    num_threads++;
+    runtime.num_threads++;
     std::lock_guard<std::mutex> guard(families_mutex);
     if (free_families->empty()) {
       own.family = std::make_shared<Family>();

@@ -69,12 +69,12 @@ void note_end(Trie& trie, Node& node) {
 void forget_oldest(Trie& trie) {
   if (trie.walks > 0) return;
   for (auto it = trie.ends.end(); it != trie.ends.begin();) {
-    if (trie.nodes <= limits.max_nodes && trie.plans <= limits.max_plans) return;
+    if (trie.nodes <= runtime.limits.max_nodes && trie.plans <= runtime.limits.max_plans) return;
     Node* node = *--it;
     if (is_in_use(*node)) continue;
     it = trie.ends.erase(it);
     node->end.reset();
-    counters.forgotten++;
+    runtime.counters.forgotten++;
     drop_plans(trie, *node);
     prune(trie, node);
   }

@@ -12,7 +12,7 @@ namespace {
 constexpr int kShortest = 8;
 
 // A hash looks back half as far as a region is long before it may be cut: it then sees the same from any start.
-int64_t reach() { return limits.max_ops / kShortest / 2; }
+int64_t reach() { return runtime.limits.max_ops / kShortest / 2; }
 constexpr int64_t kReachOfLargeOps = 2;  // where few ops make many bytes
 
 uint64_t mix(uint64_t hash, uint64_t value) {
@@ -109,7 +109,8 @@ Node* add_node(Trie& trie, Node& parent, std::unique_ptr<Node> node, int32_t nex
   node->hash = hash_call(*node, parent.next_value);
   node->skeleton = hash_skeleton(*node, parent.skeleton);
   node->best = parent.best;
-  bool has_many = node->depth >= limits.max_ops / kShortest, has_large = node->bytes >= limits.max_bytes / kShortest;
+  bool has_many = node->depth >= runtime.limits.max_ops / kShortest,
+       has_large = node->bytes >= runtime.limits.max_bytes / kShortest;
   if (has_many || has_large) {
     node->context = hash_context(*node, has_many ? reach() : kReachOfLargeOps);
     if (!node->best || node->context >= node->best->context) node->best = node.get();

@@ -12,10 +12,7 @@
 
 namespace torchtpu {
 
-Limits limits;
-Policy policy;
-Counters counters;
-std::atomic<bool> sync_mode{false};
+Runtime runtime;
 
 uint64_t new_epoch() {
   static std::atomic<uint64_t> next{1};
@@ -208,7 +205,7 @@ bool try_hit(Recorder& r, const OpInfo& info, const IValue* args, bool is_retry,
   if (lifted.random_at >= 0) draw_random(r, *found.node, args, lifted);
   r.floats.insert(r.floats.end(), lifted.floats.begin(), lifted.floats.end());
   r.ints.insert(r.ints.end(), lifted.ints.begin(), lifted.ints.end());
-  (is_retry ? counters.misses : counters.hits)++;
+  (is_retry ? runtime.counters.misses : runtime.counters.hits)++;
   r.at = found.node;
   apply(r, *found.node, args, results);
   return true;
@@ -334,8 +331,8 @@ bool RecordKernel::hit(const IValue* args, Results& results, bool is_retry) cons
           r.is_open = !r.is_empty();  // the next call may be another one, elsewhere
           return false;
         }
-        if (r.at->depth >= limits.max_ops) due = "max_ops";
-        if (r.at->bytes >= limits.max_bytes) due = "max_bytes";
+        if (r.at->depth >= runtime.limits.max_ops) due = "max_ops";
+        if (r.at->bytes >= runtime.limits.max_bytes) due = "max_bytes";
         is_done = true;
       }
     }
@@ -343,7 +340,7 @@ bool RecordKernel::hit(const IValue* args, Results& results, bool is_retry) cons
   }
   if (C10_UNLIKELY(due != nullptr)) cut_at_cap(r, due);
   if (C10_UNLIKELY(has_arrivals.load(std::memory_order_relaxed))) wake_launcher();
-  if (C10_UNLIKELY(sync_mode)) synchronize(device);
+  if (C10_UNLIKELY(runtime.is_synchronous)) synchronize(device);
   return true;
 }
 

@@ -10,6 +10,7 @@
 #include "bind/bridge.h"
 #include "device/device.h"
 #include "device/storage.h"
+#include "record/runtime.h"
 #include "record/trie.h"
 
 namespace torchtpu {
@@ -76,13 +77,9 @@ void move_value(TpuStorage* from, TpuStorage* to);
 // Before anything that needs the device, no lock held.  A forked child has none: raises there what CUDA raises.  While
 // the interpreter ends, any thread but the one that ends it stops here for good.
 void refuse_or_sleep();
-enum class Process : uint8_t { kRuns, kForked, kEnds };
-extern std::atomic<Process> process;
 inline void check_running() {
-  if (C10_UNLIKELY(process != Process::kRuns)) refuse_or_sleep();
+  if (C10_UNLIKELY(runtime.process != Process::kRuns)) refuse_or_sleep();
 }
-// Threads that have recorded and not ended.
-extern std::atomic<int> num_threads;
 bool has_recorded();  // whether the calling thread is one of them
 // The recorder of the calling thread's family (autograd's threads belong to their caller's).
 Recorder& recorder_for(c10::DeviceIndex device);
@@ -138,27 +135,7 @@ void wait_marker(int64_t marker);
 double marker_time(int64_t marker);  // seconds of the steady clock; negative while not reached
 void resize_storage(c10::StorageImpl& storage, size_t nbytes);
 
-struct Limits {
-  std::atomic<int64_t> max_ops{2048}, max_bytes{int64_t{1} << 37}, max_in_flight{32}, max_nodes{200000},
-      max_plans{1024};
-};
-extern Limits limits;
-
-struct Policy {
-  std::atomic<bool> is_frozen{false};  // programs that exist serve, or none
-  std::atomic<bool> is_exact{false};   // a program serves only what it was made for, whatever came before
-  std::atomic<bool> gives_room{true};  // programs are made for arrays longer than what counts, where sizes grow
-};
-extern Policy policy;
 bool is_exact();  // by policy, or by torch.use_deterministic_algorithms
-extern std::atomic<bool> sync_mode;
-
-struct Counters {  // guarded by state_lock
-  int64_t hits = 0, misses = 0, regions = 0, slices = 0, forgotten = 0;
-  std::map<std::string, int64_t> cuts;  // by reason
-};
-extern Counters counters;
-
 // A call's results, with None where a result is one of its arguments.  They are collected beside the stack: a dying
 // argument takes state_lock, so the arguments outlive it.
 using Results = c10::SmallVector<IValue, 4>;

@@ -167,7 +167,7 @@ std::string describe_nearest(const Node* end) {
 
 }  // namespace
 
-bool is_exact() { return policy.is_exact || at::globalContext().deterministicAlgorithms(); }
+bool is_exact() { return runtime.policy.is_exact || at::globalContext().deterministicAlgorithms(); }
 
 std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, std::vector<int32_t> outputs,
                                 std::vector<uint8_t> donated, const std::string& line, std::shared_ptr<Plan> before) {
@@ -181,7 +181,7 @@ std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, 
   plan->outputs = std::move(outputs);
   plan->donated = std::move(donated);
   plan->line = line;
-  if (policy.is_frozen) plan->nearest = describe_nearest(r.at);
+  if (runtime.policy.is_frozen) plan->nearest = describe_nearest(r.at);
   enqueue_plan(plan);
   return plan;
 }
@@ -202,7 +202,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   } else {
     split_by_shape(r, line);
   }
-  if (!kept && policy.is_frozen) split_by_known(r, line);
+  if (!kept && runtime.policy.is_frozen) split_by_known(r, line);
   auto kept_at = [&](int32_t value) -> KeptValue* {
     if (!kept) return nullptr;
     auto it = std::lower_bound(kept->begin(), kept->end(), value,
@@ -256,8 +256,8 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   work->ints = pack(r.ints);
   for (Node* node = r.at; node->info; node = node->parent) node->parent->trunk = node;
   r.recorded += r.at->depth;
-  counters.regions++;
-  counters.cuts[reason]++;
+  runtime.counters.regions++;
+  runtime.counters.cuts[reason]++;
   start_region(r);
   r.transaction->last = work;
   enqueue(work);

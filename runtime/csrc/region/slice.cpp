@@ -175,7 +175,7 @@ class Beside {
           c10::make_intrusive<Buffer>(work->plan->output_bases[i], again.device, BufferState::kPending));
       made.emplace_back(outputs[i], output);
     }
-    counters.slices++;
+    runtime.counters.slices++;
     enqueue(work);
     return made;
   }

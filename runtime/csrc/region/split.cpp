@@ -229,10 +229,30 @@ void split_by_known(Recorder& r, const std::string& line) {
 
 namespace {
 
-constexpr int32_t kFewestOpsToSplit = 32;  // below this, compiling the whole is cheap
-constexpr int32_t kFewestOpsOfRun = 4;     // a shorter run of ops that stay the same is not worth a launch
-constexpr int kStreamsBeforeSplit = 2;     // compiled whole, until it is clear that the shapes go on changing
+constexpr size_t kFewestOpsToSplit = 32;  // below this, compiling the whole is cheap
+constexpr size_t kFewestOpsOfRun = 4;     // a shorter run of ops that stay the same is not worth a launch
+constexpr int kStreamsBeforeSplit = 2;    // compiled whole, until it is clear that the shapes go on changing
 constexpr size_t kMostParts = 256;
+
+}  // namespace
+
+std::vector<int64_t> ends_of_runs(std::vector<bool> is_same) {
+  for (size_t i = 0; i < is_same.size();) {  // short runs join their neighbours
+    size_t j = i;
+    while (j < is_same.size() && is_same[j] == is_same[i]) j++;
+    if (is_same[i] && j - i < kFewestOpsOfRun) std::fill(is_same.begin() + i, is_same.begin() + j, false);
+    i = j;
+  }
+  const auto same = std::count(is_same.begin(), is_same.end(), true);
+  std::vector<int64_t> ends;
+  for (size_t i = 1; i < is_same.size(); i++) {
+    if (is_same[i] != is_same[i - 1]) ends.push_back(i);
+  }
+  if (is_same.size() < kFewestOpsToSplit || same * 2 < std::ssize(is_same) || ends.size() >= kMostParts) ends.clear();
+  return ends;
+}
+
+namespace {
 
 bool is_same_geometry(const TensorKey& a, const TensorKey& b) {
   return a.geometry == b.geometry && a.dtype == b.dtype && a.base == b.base &&
@@ -282,9 +302,7 @@ bool has_same_ops(const Node& now, const Node& then) {
   return true;
 }
 
-// The ends of the runs of ops that stay the same from `before` to `now`, and of those between them; none where the
-// runs are too few to be worth it.
-std::vector<Node*> ends_of_runs(Node* now, const Node* before) {
+std::vector<Node*> ends_of_same_calls(Node* now, const Node* before) {
   std::vector<Node*> path;
   std::vector<bool> is_same;
   for (Node* node = now; node->info; node = node->parent, before = before->parent) {
@@ -293,18 +311,8 @@ std::vector<Node*> ends_of_runs(Node* now, const Node* before) {
   }
   std::reverse(path.begin(), path.end());
   std::reverse(is_same.begin(), is_same.end());
-  for (size_t i = 0; i < is_same.size();) {  // short runs join their neighbours
-    size_t j = i;
-    while (j < is_same.size() && is_same[j] == is_same[i]) j++;
-    if (is_same[i] && j - i < kFewestOpsOfRun) std::fill(is_same.begin() + i, is_same.begin() + j, false);
-    i = j;
-  }
-  size_t same = static_cast<size_t>(std::count(is_same.begin(), is_same.end(), true));
   std::vector<Node*> ends;
-  for (size_t i = 1; i < path.size(); i++) {
-    if (is_same[i] != is_same[i - 1]) ends.push_back(path[i - 1]);
-  }
-  if (same * 2 < path.size() || ends.size() >= kMostParts) ends.clear();
+  for (int64_t end : ends_of_runs(std::move(is_same))) ends.push_back(path[end - 1]);
   return ends;
 }
 
@@ -321,8 +329,8 @@ const Node* note_sizes(Recorder& r) {
 
 void split_by_shape(Recorder& r, const std::string& line) {
   const Node* before = note_sizes(r);
-  if (!before || r.at->depth < kFewestOpsToSplit || find_smaller(r)) return;
-  std::vector<Node*> ends = ends_of_runs(r.at, before);
+  if (!before || r.at->depth < static_cast<int32_t>(kFewestOpsToSplit) || find_smaller(r)) return;
+  std::vector<Node*> ends = ends_of_same_calls(r.at, before);
   if (ends.empty()) return;
   cut_after(r, ends, "shape", line);
   note_sizes(r);
@@ -330,7 +338,8 @@ void split_by_shape(Recorder& r, const std::string& line) {
 
 std::shared_ptr<Plan> find_smaller(const Recorder& r) {
   auto found = r.trie->streams.find(r.at->skeleton);
-  if (is_exact() || !policy.gives_room || found == r.trie->streams.end() || found->second.changes < kStreamsBeforeSplit)
+  if (is_exact() || !runtime.policy.gives_room || found == r.trie->streams.end() ||
+      found->second.changes < kStreamsBeforeSplit)
     return nullptr;
   const Node* other = found->second.last == r.at ? found->second.previous : found->second.last;
   if (!other || other->plans.empty() || !has_same_ops(*r.at, *other)) return nullptr;
