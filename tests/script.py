@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import array
+import functools
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
+
+import fork_server
 
 _PRELUDE = "import faulthandler; faulthandler.enable()\n"
+_SERVER = """
+import os, socket, sys
+sys.path.insert(0, {folder!r})
+import fork_server
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+request = fork_server.serve(socket.socket(fileno={control}))
+if request is not None:
+    fork_server.run(request)
+"""
 
 
 class Ended(NamedTuple):
@@ -22,9 +40,78 @@ class Ended(NamedTuple):
     err: str
 
 
-def _take_interrupts() -> None:
-    """SIGINT ends a script even where it does not end the tests, as in a background job of a shell."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+class Script:
+    """A process that runs a script, with what subprocess.Popen has of it."""
+
+    def __init__(self, pid: int, told: int) -> None:
+        self.pid = pid
+        self._told = told  # where its status comes from
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its status; None while it runs."""
+        return self._status if self._status is not None or not self._has_ended(0) else self._take()
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Its status once it has ended; subprocess.TimeoutExpired where it does not in so many seconds."""
+        if self._status is None and not self._has_ended(seconds):
+            raise subprocess.TimeoutExpired("a script", seconds or 0.0)
+        return self._take() if self._status is None else self._status
+
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _has_ended(self, seconds: float | None) -> bool:
+        return bool(select.select([self._told], [], [], seconds)[0])
+
+    def _take(self) -> int:
+        told = os.read(self._told, 64)
+        os.close(self._told)
+        assert told, "the server of the scripts has ended"
+        self._status = int(told)
+        return self._status
+
+
+class _Server:
+    """A process that has imported torch, of which scripts are forked."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            code = _SERVER.format(folder=str(Path(__file__).parent), control=its.fileno())
+            command = [sys.executable, "-c", code]
+            self.process = subprocess.Popen(
+                command, env=environment, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def start(self, request: Mapping[str, Any], out: int, err: int) -> Script:
+        told, tells = os.pipe()
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps(request).encode()], [out, err, tells])
+            os.close(tells)
+            answer = self._control.recv(8)
+        assert answer, "the server of the scripts has ended"
+        return Script(array.array("q", answer)[0], told)
+
+
+@functools.cache
+def _server(early: tuple[tuple[str, str], ...]) -> _Server:
+    environment = {name: value for name, value in os.environ.items() if not fork_server.starts_as({name: value})}
+    return _Server({**environment, **dict(early)})
+
+
+def start_script(
+    path: Path, out: IO[str], err: IO[str], environment: Mapping[str, str], *, ignores_warnings: bool = False
+) -> Script:
+    """Runs a script in a process and a session of its own, without input."""
+    request = {
+        "script": str(path), "environment": dict(environment), "folder": os.getcwd(),
+        "ignores_warnings": ignores_warnings,
+    }  # fmt: skip
+    return _server(fork_server.starts_as(environment)).start(request, out.fileno(), err.fileno())
 
 
 def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
@@ -34,15 +121,7 @@ def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
         path = Path(folder, "script.py")
         path.write_text(_PRELUDE + textwrap.dedent(code))
         with Path(folder, "out").open("w") as out, Path(folder, "err").open("w") as err:
-            process = subprocess.Popen(
-                [sys.executable, str(path)],
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                preexec_fn=_take_interrupts,  # noqa: PLW1509 -- the tests' other threads hold no lock that it takes
-            )
+            process = start_script(path, out, err, {**os.environ, **environment})
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -50,8 +129,8 @@ def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
                 status = process.wait(20)
         # On a slow machine any wait may be one that is reported.
         lines = Path(folder, "err").read_text().splitlines(keepends=True)
-        err = "".join(line for line in lines if not line.startswith("tpu: waiting for "))
-        ended = Ended(status, Path(folder, "out").read_text(), err)
+        errors = "".join(line for line in lines if not line.startswith("tpu: waiting for "))
+        ended = Ended(status, Path(folder, "out").read_text(), errors)
         is_alone = is_gone(process.pid)
         return ended if is_alone else ended._replace(err=ended.err + "a process outlives the script")
 

@@ -10,8 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import textwrap
 import threading
@@ -21,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from script import Ended
+from script import Ended, start_script
 
 from torchtpu.distributed.peers import _place
 
@@ -66,10 +64,7 @@ def run_ranks(code: str, size: int, *, timeout: int = 2 * SECONDS, ports: dict[i
                 "MASTER_PORT": str((ports or {}).get(rank, port)), "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             with out.open("w") as out_file, err.open("w") as err_file:
-                command = [sys.executable, "-W", "ignore", str(script)]
-                processes.append(
-                    subprocess.Popen(command, stdout=out_file, stderr=err_file, env=environment, start_new_session=True)
-                )
+                processes.append(start_script(script, out_file, err_file, environment, ignores_warnings=True))
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline and sum(p.poll() is None for p in processes) > ("time.sleep(999)" in code):
             time.sleep(0.05)
