@@ -30,6 +30,8 @@ class Chip(NamedTuple):
         return 1e-9 / self.clock_ghz
 
 
+# The figures of memory, peak and links are those of https://docs.cloud.google.com/tpu/docs/ and the name, which gives
+# them for a whole chip and, where it is a newer one, its links in both directions. PCI ids are jax's.
 CHIPS = {
     chip.name: chip
     for chip in (

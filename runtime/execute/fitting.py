@@ -25,6 +25,7 @@ from .sequence import Sequence
 
 _MOST_PARTS = 96
 # What is tried in turn: the bytes that a part makes and those that are held between parts (0: all), of the room.
+# Estimates; benchmarks/memory_limit.py measures what they lead to.
 _TRIES = ((1 / 4, 0.0), (1 / 12, 0.0), (1 / 8, 0.85), (1 / 10, 0.7), (1 / 12, 0.55), (1 / 16, 0.4))
 
 

@@ -24,6 +24,7 @@ from .repeats import Repetition, find_runs
 from .split import Part, split
 
 _SHORTEST = 8  # ops that a run repeats at least
+# Estimates, which no script measures.
 _HOT = 100  # launches after which a region is worth compiling whole, at least
 _MS_A_LAUNCH = 40.0  # milliseconds of compiling that each launch so far is worth
 
@@ -46,7 +47,9 @@ class ClusterCosts(NamedTuple):
         return self.line_ms * lines + self.square_ms * lines * lines
 
 
-# Version 1, measured with jaxlib 0.10.2.
+# Version 1, for jaxlib 0.10.2 on two cores with AVX-512. `line_ms` and `square_ms` were measured by no script that is
+# kept, the others are estimates. What they lead to is measured by benchmarks/repeated_parts.py: first steps and warm
+# ones, in clusters and whole.
 COSTS: Mapping[str, ClusterCosts] = {
     "cpu": ClusterCosts(line_ms=0.6, square_ms=1.6e-4, least_lines=150, least_saving_ms=200.0, most_carried=0.25),
 }

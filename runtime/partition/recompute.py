@@ -17,7 +17,7 @@ from torchtpu.runtime.ir.liveness import ends_of_life
 from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.ir.values import bases_of, operands, rewrite, size_of
 
-_BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e10, 5e10  # what is cheap to make again: orders of magnitude, on any machine
+_BYTES_PER_SECOND, _FLOPS_PER_SECOND = 1e10, 5e10  # what is cheap to make again: estimates, on any machine
 _DEEPEST = 24  # ops that may be repeated for one value
 _SMALL = 512  # a value of less than this part of the target is not worth dropping
 
