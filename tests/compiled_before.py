@@ -2,8 +2,9 @@
 
 What is replaced is the compiler itself, below everything that counts, stores or waits: a test sees a program compiled,
 in a cache that begins empty, and spares the seconds that XLA takes. The programs lie in a store of the tests' own. Its
-keys are made of all that a program is compiled from and by, so that none stands for another. Each process of a test
-does this, by `site/sitecustomize.py`; `pytest --compile` does without it, as do tests marked `compiles`.
+keys are made of all that a program is compiled from and by, so that none stands for another. Of programs for TPUs the
+bytes and the cost are kept. Each process of a test does this, by `site/hooks.py`; `pytest --compile` does without it,
+as do tests marked `compiles`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import pickle
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,31 @@ def install(client: Any) -> None:
         return found or serialize_anew(self, executable)
 
     client.Client.compile, client.Client.serialize = load_or_compile, serialize
+
+
+def install_for_tpus(aot: Any) -> None:
+    """Replaces the compiler of `aot`, the module of that name, once: it has no executable, but bytes and what libtpu
+    says of them."""
+    compile_anew = aot.AotClient.compile
+    if hasattr(compile_anew, "__wrapped__"):
+        return
+
+    @functools.wraps(compile_anew)
+    def find_or_compile(self: Any, text: str, homes: Any = (), more: Any = ()) -> Any:
+        from torchtpu.runtime.device import client
+
+        store = _store(os.environ.get(VARIABLE, ""), os.getpid())
+        if store is None:
+            return compile_anew(self, text, homes, more)
+        key = client.key_of(hashlib.sha256(text.encode()).hexdigest(), self, homes, more)
+        payload = store.get(key)
+        if payload is not None:
+            return pickle.loads(payload)
+        built = compile_anew(self, text, homes, more)
+        store.put(key, pickle.dumps(built))
+        return built
+
+    aot.AotClient.compile = find_or_compile
 
 
 @functools.cache

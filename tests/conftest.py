@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -47,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     compiled_before.install(client)
+    if str(SITE) not in sys.path:
+        sys.path.append(str(SITE))
+    importlib.import_module("hooks").install()
     if (worker := getattr(config, "workerinput", None)) is not None:
         os.environ["TORCHTPU_CACHE_DIR"] = os.path.join(os.environ["TORCHTPU_CACHE_DIR"], worker["workerid"])
         return
