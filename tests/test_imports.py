@@ -124,6 +124,15 @@ def test_no_two_classes_have_one_name() -> None:
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
+def test_each_file_with_a_long_form_is_in_the_table_of_those() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("### Long forms")[2]
+    listed = re.findall(r"^\| `(tests/test_\w+\.py)` \|", table, re.MULTILINE)
+    marks = re.compile(r"mark[.]full|in_full[(]|getoption[(]\"--full\"[)]")
+    assert listed == [
+        name_of(path) for path in SCRIPTS if path.stem.startswith("test_") and marks.search(path.read_text())
+    ]
+
+
 def test_distributed_imports_nothing_that_imports_it() -> None:
     """Of the top package it knows the knobs and the op registry."""
     modules = {module_of(p).removesuffix(".__init__"): p for p in PYTHON if "distributed" in p.parts}
