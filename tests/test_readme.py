@@ -103,6 +103,17 @@ def shape_of(text: str, folder: Path) -> str:
     return re.sub(r"[\d.]+ ms", "# ms", text)
 
 
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    section = re.search(r"^## Measured performance\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
+    assert section
+    known = set(re.findall(r"[\d.]+", (ROOT / "benchmarks" / "README.md").read_text()))
+    rows = [line.split("|")[2:5] for line in section[1].splitlines() if line.startswith("| ") and "---" not in line]
+    figures = [re.match(r" ([\d.]+)(?: ms)? $", cell) for row in rows for cell in row]
+    found = [figure[1] for figure in figures if figure]
+    assert len(found) >= 8
+    assert set(found) <= known
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
     assert f"```\n{command}\n```" in README
