@@ -78,8 +78,9 @@ def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _command(command: Any, name: str) -> str:
     options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
-    arguments = [f"[{p.name.upper()}]" if not p.required else p.name.upper() for p in command.params if p not in options]
-    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *arguments])
+    arguments = [parameter for parameter in command.params if parameter not in options]
+    named = [a.name.upper() if a.required else f"[{a.name.upper()}]" for a in arguments]
+    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *named])
     text = f"## {name}\n\n{command.help or ''}\n\n```\n{usage}\n```\n"
     rows = [f"| `{', '.join([*o.opts, *o.secondary_opts])}` | {' '.join((o.help or '').split())} |" for o in options]
     return "\n".join([text, "| option | meaning |", "|---|---|", *rows]) if rows else text

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import re
+import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -172,7 +179,6 @@ def test_a_terminal_shows_what_a_read_waits_for_until_it_ends(
             time.sleep(0.01)
         seen.append(screen.lines()[-1])
         if is_interrupted:
-            signal.raise_signal(signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGUSR1)
         else:
             released.set()

@@ -29,7 +29,8 @@ def blocks_of(page: str) -> list[tuple[str, str | None]]:
     A comment `<!-- python ... -->` holds code that readers do not need to see: what a fragment needs before it runs.
     """
     found = re.finditer(
-        r"^(?:```python\n(?P<code>.*?)^```\n(?:\n```(?:text)?\n(?P<output>.*?)^```$)?|<!-- python\n(?P<hidden>.*?)^-->)",
+        r"^(?:```python\n(?P<code>.*?)^```\n(?:\n```(?:text)?\n(?P<output>.*?)^```$)?"
+        r"|<!-- python\n(?P<hidden>.*?)^-->)",
         page,
         re.DOTALL | re.MULTILINE,
     )
