@@ -143,6 +143,9 @@ class DryRun:
     def waiting(self, info: str, seconds: float) -> None:
         """Nothing is waited for."""
 
+    def waited(self) -> None:
+        """Nothing was."""
+
     def memory_bytes(self, device: int) -> int:
         """Unknown."""
         return 0

@@ -49,6 +49,7 @@ from .spmd.regions import Collectives
 from .telemetry import log
 from .telemetry.counters import Counters
 from .telemetry.observers import Observer
+from .telemetry.waiting import Waits
 
 Way = tuple[str, Callable[[], Future[Any]]]  # what is optimised, "" where nothing is, and what begins to make it
 
@@ -94,6 +95,7 @@ class Engine:
             platform, num_devices, excess_precision=knob("excess_precision"), process_group=process_group
         )
         self._knob = knob
+        self._reports = Waits()
         self.store = store = NullStore("none was given") if store is None else store
         table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
         self.fragments = Fragments(
@@ -340,9 +342,13 @@ class Engine:
         self._executor.finish(device)
 
     def waiting(self, info: str, seconds: float) -> None:
-        """A wait has lasted 3 seconds, or 10 more: one log line."""
+        """A wait of this thread has lasted another second."""
         compiling = self.compiler.describe()
-        log.write(f"tpu: waiting for {seconds:.0f} s: {info}" + (f" (compiling {compiling})" if compiling else ""))
+        self._reports.report(info + (f" (compiling {compiling})" if compiling else ""), seconds)
+
+    def waited(self) -> None:
+        """A wait that was told of is over."""
+        self._reports.end()
 
     def memory_bytes(self, device: int) -> int:
         """The bytes a device has; 0 where the platform does not say."""

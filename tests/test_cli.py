@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -143,3 +144,15 @@ def test_a_command_that_is_not_there_is_named(tmp_path):
     result = run("explain", "--", "no-such-command", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr == "torchtpu: there is no command 'no-such-command'\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("torchtpu wa", ["warm"]), ("torchtpu warm --ta", ["--target"]), ("torchtpu cache i", ["info", "import"])],
+)
+def test_the_shell_completes_commands_and_options(typed, completed):
+    """As the script of `torchtpu --install-completion` asks for it."""
+    asked = {"_TORCHTPU_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    command = [sys.executable, "-m", "torchtpu.cli"]
+    result = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == completed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html.parser
 import inspect
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -190,25 +189,6 @@ def test_off_it_costs_the_recorder_no_instruction() -> None:
     never, once = done.stdout.splitlines()[-1].split("|")[2:4]
     assert int(never) > 100
     assert int(once) == pytest.approx(int(never), rel=0.01)
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
-def test_a_browser_draws_the_page(tmp_path: Path) -> None:
-    def program() -> None:
-        bake_a_number()
-        read_in_a_loop()
-
-    explanation = explained(program)
-    path = tmp_path / "page.html"
-    explanation.save(path)
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    shown = subprocess.run(
-        [*command, "--dump-dom", f"file://{path}"], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
-    assert 'data-state="drawn"' in shown
-    assert shown.count('data-lane="device"') == explanation.data["launches"]
-    for row in explanation.data["reads"] + [r["difference"] for r in explanation.data["recompilations"]]:
-        assert row["line"] in shown
 
 
 def test_a_command_is_explained(tmp_path: Path) -> None:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import re
+import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -142,6 +149,56 @@ def test_a_long_wait_logs_one_line_that_names_the_region(
     assert len(lines) == 1
     for part in ("waiting for 3 s", "region of 2 ops", "cut: read", __file__ + ":", "being compiled"):
         assert part in lines[0]
+
+
+class Screen(io.StringIO):
+    """A terminal, which keeps what was written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        """What is to be seen, the cursor's line last."""
+        return [re.split(r"\r\x1b\[K", line)[-1] for line in self.getvalue().split("\n")]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_terminal_shows_what_a_read_waits_for_until_it_ends(
+    hold_builds: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, *, is_interrupted: bool
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    released = threading.Event()
+    hold_builds(released)
+    y = torch.ones(3, device="tpu").cosh() + 2
+    seen: list[str] = []
+
+    def watch() -> None:
+        while not screen.lines()[-1]:
+            time.sleep(0.01)
+        seen.append(screen.lines()[-1])
+        if is_interrupted:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        else:
+            released.set()
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with pytest.raises(InterruptedError) if is_interrupted else contextlib.nullcontext():
+            y.cpu()
+    finally:
+        watcher.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert screen.lines() == [""]
+    assert seen[0].startswith("tpu: waiting for 1 s: region of ") and len(seen[0]) < shutil.get_terminal_size().columns
+    released.set()
+    torch.tpu.synchronize()
 
 
 def test_a_read_of_what_was_never_written_waits_for_nothing() -> None:

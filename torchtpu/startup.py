@@ -37,6 +37,7 @@ _CHIPS = {chip.pci_id: chip for chip in CHIPS.values()}
 
 _CALLED = (
     "plan", "is_prompt", "launch", "upload", "download", "resolve", "await_launches", "finish", "waiting",
+    "waited",
 )  # fmt: skip
 
 

@@ -36,6 +36,8 @@ class DeviceProperties:
     uuid: str
 
 
+_SUBMODULES = ("amp", "memory", "nvtx", "random")
+
 # ---- availability and start
 
 _initialized = True  # torch.utils.checkpoint keeps random states of modules that say so
@@ -177,6 +179,13 @@ def get_arch_list() -> list[str]:
 
 def ipc_collect() -> None:
     """Does nothing: tpu memory is not shared between processes."""
+
+
+def __dir__() -> list[str]:
+    """What completion offers: torch.cuda's names, without what this module imports for itself."""
+    is_ours = {name: getattr(value, "__module__", value) for name, value in globals().items()}
+    own = [n for n, origin in is_ours.items() if isinstance(origin, str) and origin.startswith("torchtpu.api.")]
+    return sorted({*(name for name in own if not name.startswith("_")), *_SUBMODULES, "default_generators"})
 
 
 def __getattr__(name: str) -> Any:

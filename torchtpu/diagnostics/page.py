@@ -1,4 +1,4 @@
-"""The page: in comes a report, out goes one HTML file that loads nothing else."""
+"""Renders a report as one HTML file that loads nothing else: a timeline, a map of regions, and tables."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ table { border-collapse: collapse } td, th { padding: 3px 12px 3px 0; text-align
 td.number { text-align: right; font-variant-numeric: tabular-nums } tr:nth-child(even) { background: #f5f5f5 }
 code { font-size: 13px } .advice { color: #666 } .lane { font-size: 12px; fill: #444 }
 svg { background: #fafafa; display: block } rect:hover { stroke: #000 }
-#map { display: flex; height: 72px; width: 100% } #map div { overflow: hidden; font-size: 11px; padding: 2px;
-  border-right: 1px solid #fff; box-sizing: border-box }
+#map { display: flex; height: 72px; width: 100% }
+#map a { overflow: hidden; font-size: 11px; padding: 2px; border-right: 1px solid #fff; box-sizing: border-box;
+  color: inherit; text-decoration: none } tr:target { outline: 2px solid #4e79a7 }
+nav a { display: inline-block; margin-right: 14px }
 """
 
 _SCRIPT = """
@@ -59,8 +61,8 @@ function drawMap() {
   const map = document.getElementById('map');
   const total = data.regions.reduce((sum, r) => sum + r.device_ms, 0) || 1;
   for (const r of data.regions) {
-    const box = make('div', { style: `flex: ${Math.max(r.device_ms / total, 0.004)}; background: ${color(r.region)}33`,
-      title: JSON.stringify(r.most_used) + ' ' + JSON.stringify(r.cut) });
+    const box = make('a', { style: `flex: ${Math.max(r.device_ms / total, 0.004)}; background: ${color(r.region)}33`,
+      href: '#region-' + r.region, title: JSON.stringify(r.most_used) + ' ' + JSON.stringify(r.cut) });
     box.textContent = `${r.region} ${r.ops} ops, ${r.launches} x, ${r.device_ms.toFixed(1)} ms, ${r.first_line}`;
     map.append(box);
   }
@@ -72,7 +74,7 @@ function table(id, rows, columns) {
   for (const [name] of columns) head.append(make('th', {}, name));
   t.append(head);
   for (const row of rows) {
-    const line = make('tr');
+    const line = make('tr', row.region ? { id: 'region-' + row.region } : {});
     for (const [, value] of columns) {
       const v = value(row);
       line.append(make('td', typeof v === 'number' ? { class: 'number' } : {},
@@ -109,6 +111,9 @@ table('not_padded', data.not_padded, [['count', r => r.count], ['line', r => r.l
 drawTimeline();
 drawMap();
 document.getElementById('timeline').addEventListener('wheel', zoom, { passive: false });
+document.getElementById('timeline').addEventListener('dblclick', () => {
+  from = 0; to = Math.max(1, data.wall_ms); drawTimeline();
+});
 addEventListener('resize', drawTimeline);
 document.body.dataset.state = 'drawn';
 """
@@ -128,11 +133,12 @@ _SECTIONS = (
 
 def render(data: dict[str, Any]) -> str:
     """The page of a report."""
-    tables = "\n".join(f'<h2>{title}</h2><table id="{name}"></table>' for name, title in _SECTIONS)
+    tables = "\n".join(f'<h2 id="{name}-title">{title}</h2><table id="{name}"></table>' for name, title in _SECTIONS)
+    links = "".join(f'<a href="#{name}-title">{title}</a>' for name, title in _SECTIONS)
     embedded = json.dumps(data).replace("<", "\\u003c")  # a source line may hold a closing tag
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>torchtpu explain</title><style>{_STYLE}</style></head><body>
-<h1>torchtpu explain</h1><p id="summary"></p>
+<h1>torchtpu explain</h1><p id="summary"></p><nav>{links}</nav>
 <h2>Timeline <small id="range"></small></h2><svg id="timeline" width="100%" height="190"></svg>
 <h2>Region map</h2><div id="map"></div>
 {tables}

@@ -232,6 +232,17 @@ void report_waiting(const std::string& what, double seconds) {
   guarded([&] { ask("waiting", what, seconds); });
 }
 
+void report_waited() noexcept {
+  AcquireGil gil;
+  py::error_scope pending;
+  try {
+    guarded([&] { ask("waited"); });
+  } catch (python_error& error) {
+    error.restore();
+    PyErr_WriteUnraisable(nullptr);
+  }
+}
+
 void finish_device(c10::DeviceIndex device) {
   AcquireGil gil;
   interruptible([&] { ask("await_launches", static_cast<int>(device)); });

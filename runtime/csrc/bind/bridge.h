@@ -35,7 +35,10 @@ void plan(const std::shared_ptr<struct Plan>& plan);
 // A read of `nbytes` on `line` began at `started` (steady clock) and took `seconds`; told while reads_are_observed.
 void report_read(const std::string& line, double started, double seconds, int64_t nbytes);
 extern std::atomic<bool> reads_are_observed;
+// A thread has waited for `seconds`; the GIL is held.
 void report_waiting(const std::string& what, double seconds);
+// A wait that was reported is over, by whatever.  Takes the GIL.
+void report_waited() noexcept;
 void finish_device(c10::DeviceIndex device);
 // "file:line" of the innermost user frame; "" without one.  Takes the GIL.
 std::string current_line();

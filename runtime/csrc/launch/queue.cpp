@@ -91,16 +91,34 @@ constexpr auto kLaunchDelay = std::chrono::milliseconds(1);
 // A launch may run the program, and signal handlers wait for one in the main thread.
 constexpr double kQuickSeconds = 0.01;
 constexpr auto kLookEvery = std::chrono::milliseconds(100);
-constexpr double kFirstLogSeconds = 3, kLogEverySeconds = 10;
+constexpr double kReportEverySeconds = 1;
 
 enum class OnSignal { kRaise, kReturn };
 
-// Waits for `ready` under queue->mutex, GIL released, or for a signal, whose handler may raise; a long wait logs what
+// What a long wait says of itself, each second, until it ends.
+class WaitReports {
+ public:
+  ~WaitReports() {
+    if (next_ > kReportEverySeconds) report_waited();
+  }
+  // The GIL is held.
+  template <class Describe>
+  void report(double waited, Describe&& describe) {
+    if (waited < next_) return;
+    next_ = waited + kReportEverySeconds;
+    report_waiting(describe(), waited);
+  }
+
+ private:
+  double next_ = kReportEverySeconds;
+};
+
+// Waits for `ready` under queue->mutex, GIL released, or for a signal, whose handler may raise; a long wait reports what
 // `describe` says.
 template <class Ready, class Describe>
 void wait_until(Ready&& ready, Describe&& describe, OnSignal on_signal = OnSignal::kRaise) {
   auto start = Clock::now();
-  double next_log = kFirstLogSeconds;
+  WaitReports reports;
   for (;;) {
     auto step = [&] {
       QueueLock lock;
@@ -119,10 +137,7 @@ void wait_until(Ready&& ready, Describe&& describe, OnSignal on_signal = OnSigna
     if (done || (on_signal == OnSignal::kReturn && has_deferred_signal())) return;
     AcquireGil gil;
     if (on_signal == OnSignal::kRaise) raise_signals();
-    double waited = std::chrono::duration<double>(Clock::now() - start).count();
-    if (waited < next_log) continue;
-    next_log += kLogEverySeconds;
-    report_waiting(describe(), waited);
+    reports.report(std::chrono::duration<double>(Clock::now() - start).count(), describe);
   }
 }
 
