@@ -66,7 +66,7 @@ def environment(sanitizers: str, lib: Path, reports: Path) -> dict[str, str]:
         # The interpreter and torch free nothing at the end.  A report does not end the process: the test goes on.
         "ASAN_OPTIONS": f"detect_leaks=0:detect_odr_violation=0:log_path={reports}",
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={reports}",
-        "TSAN_OPTIONS": f"ignore_noninstrumented_modules=1:exitcode=0:second_deadlock_stack=1:suppressions={suppressions}:log_path={reports}",  # noqa: E501
+        "TSAN_OPTIONS": f"ignore_noninstrumented_modules=1:exitcode=0:die_after_fork=0:second_deadlock_stack=1:suppressions={suppressions}:log_path={reports}",  # noqa: E501
     }
 
 

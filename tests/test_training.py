@@ -302,3 +302,18 @@ def test_batch_norm_keeps_its_running_statistics() -> None:
         norm.eval()
         states.append([norm(x.to(device)).detach().cpu(), *(v.cpu() for v in norm.state_dict().values())])
     torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("needed", [[False, True, True], [True, False, True], [True, True, True]])
+def test_batch_norm_has_the_gradients_that_are_asked_for_and_no_others(needed: list[bool]) -> None:
+    """The input of a model whose first layer it is asks for none."""
+    x = torch.randn(6, 3, 4, 5).permute(0, 1, 3, 2)
+    found = []
+    for device in ("cpu", "tpu"):
+        norm = nn.BatchNorm2d(3).to(device)
+        tensors = [x.to(device, copy=True).requires_grad_(needed[0]), norm.weight, norm.bias]
+        for parameter, wanted in zip(tensors[1:], needed[1:], strict=True):
+            parameter.requires_grad_(wanted)
+        (norm(tensors[0]) ** 3).mean().backward()
+        found.append([None if (g := t.grad) is None else (g.stride(), g.cpu().clone()) for t in tensors])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)

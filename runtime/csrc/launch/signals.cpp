@@ -97,8 +97,29 @@ bool may_wait(int signal) {
   }
 }
 
+// What Python runs for one signal: a callable, a number for what the system does, or None for a handler in C.  Python
+// tells nobody where a handler is set, so each launch asks for all signals, by the C function of `signal.getsignal`.
+class HandlerOf {
+ public:
+  HandlerOf() {
+    getsignal_ = pybind11::object(pybind11::module_::import("_signal").attr("getsignal")).release().ptr();
+    TORCH_INTERNAL_ASSERT(PyCFunction_CheckExact(getsignal_) && PyCFunction_GetFlags(getsignal_) == METH_O);
+    function_ = PyCFunction_GetFunction(getsignal_);
+    module_ = PyCFunction_GetSelf(getsignal_);
+  }
+
+  pybind11::object operator()(PyObject* number) const {
+    return pybind11::reinterpret_steal<pybind11::object>(function_(module_, number));
+  }
+
+ private:
+  PyObject* getsignal_;
+  PyCFunction function_;
+  PyObject* module_;
+};
+
 void replace_handlers() {
-  static PyObject* getsignal = pybind11::object(pybind11::module_::import("_signal").attr("getsignal")).release().ptr();
+  static const auto* handler_of = new HandlerOf();
   static const auto* candidates = [] {
     auto* found = new std::vector<std::pair<int, PyObject*>>();
     for (auto number : pybind11::module_::import("_signal").attr("valid_signals")()) {
@@ -117,14 +138,12 @@ void replace_handlers() {
   is_any_noted = false;
   is_deferring = true;
   for (const auto& [signal, number] : *candidates) {
-    PyObject* handler = PyObject_CallOneArg(getsignal, number);
+    pybind11::object handler = (*handler_of)(number);
     if (!handler) {
       PyErr_Clear();
       continue;
     }
-    bool is_pythons = PyCallable_Check(handler);
-    Py_DECREF(handler);
-    if (!is_pythons) continue;
+    if (!PyCallable_Check(handler.ptr())) continue;
     Replaced& entry = replaced[num_replaced];
     entry.signal = signal;
     if (sigaction(signal, &ours, &entry.action) == 0) num_replaced++;

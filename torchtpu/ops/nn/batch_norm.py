@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
 
@@ -93,7 +94,30 @@ def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentu
     return made, mean, rstd, jnp.zeros((0,), jnp.uint8)
 
 
-@lowering("native_batch_norm_backward")
+def _infer_backward(
+    grad_out: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    train: Any,
+    eps: Any,
+    output_mask: list[bool],
+    reserve: Any = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """PyTorch's own promises a gradient of the input that nobody asked for."""
+    channels, affine = input.shape[1], input.dtype if weight is None else weight.dtype
+    made = (
+        lambda: torch.empty_like(input, memory_format=suggest_memory_format(input)),
+        lambda: input.new_empty(channels, dtype=affine),
+        lambda: input.new_empty(channels, dtype=affine),
+    )
+    return tuple(make() if wanted else None for make, wanted in zip(made, output_mask, strict=True))
+
+
+@lowering("native_batch_norm_backward", infer=_infer_backward)
 def native_batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
 ):
@@ -118,7 +142,7 @@ def native_batch_norm_backward(
     return grad_input, grad_weight, grad_bias
 
 
-@lowering("batch_norm_backward")
+@lowering("batch_norm_backward", infer=_infer_backward)
 def batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask, reserve
 ):
