@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")  # XLA:CPU came to a halt with it, now and then
 if __name__ == "__main__":  # no device is needed
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
