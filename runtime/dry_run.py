@@ -6,6 +6,8 @@ is answered with zeros, or refused.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,8 @@ from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.manifest import Journal, ProgramOutcome
 from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.ir.scalar_lifting import IsStructural
-from torchtpu.runtime.padding.layout import Layouts, Refused
+from torchtpu.runtime.lowering.fragments import Fragments
+from torchtpu.runtime.padding.layout import Layouts
 from torchtpu.runtime.partition.split import ends_of_runs, split
 from torchtpu.runtime.spmd.groups import ordered, split_by_group
 from torchtpu.runtime.spmd.host_calls import number_of
@@ -42,7 +45,8 @@ class FakeValue:
 
 
 class DryRun:
-    """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise."""
+    """What the recorder calls instead of an engine. With `answers` reads get zeros, without they raise; `fragments`
+    makes what traces the ops of padded programs."""
 
     def __init__(
         self,
@@ -51,9 +55,11 @@ class DryRun:
         line: Any,
         collectives: Collectives,
         is_special: IsStructural,
+        fragments: Callable[[], Fragments],
         *,
         answers: bool,
     ) -> None:
+        self._fragments = functools.cache(fragments)
         self._layouts = Layouts(is_special)
         self._collectives = collectives
         self.counters = counters
@@ -90,8 +96,9 @@ class DryRun:
             self._layouts.note(program)
             return [program]
         try:
-            return [self._layouts.pad(program, [before.program], lambda padded: None).program]
-        except Refused:
+            check = functools.partial(self._fragments().check_padding, program)
+            return [self._layouts.pad(program, [before.program], check).program]
+        except Exception:  # noqa: BLE001 -- an engine would compile it as it is, too
             self._layouts.note(program)
             ends = ends_of_runs(program, before.program)
             return [part.program for part in split(program, ends)] if ends else [program]

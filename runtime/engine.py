@@ -41,7 +41,7 @@ from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
 from .lowering.fragments import Fragments
 from .padding.arrays import PaddedExecutable, download
-from .padding.layout import Layouts, PaddedProgram, check_unequal
+from .padding.layout import Layouts, PaddedProgram
 from .partition.clusters import Clusters
 from .partition.split import ends_of_runs, split
 from .spmd.builder import SpmdBuilder
@@ -289,11 +289,7 @@ class Engine:
         if self._knob("debug_nans") != "off":  # what does not count may be NaN
             return None
 
-        def check(padded: PaddedProgram) -> None:
-            ops = [op for op in padded.program.ops if op.padding is not None]
-            for op, (fragment, _) in zip(ops, self.fragments.find(ops), strict=True):
-                check_unequal(op, fragment.unequal, padded.numbers, program.ints)
-
+        check = functools.partial(self.fragments.check_padding, program)
         try:
             padded = (self._layouts.pad_as if alone else self._layouts.pad)(program, others, check)
         except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one

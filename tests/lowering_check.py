@@ -31,6 +31,7 @@ if __name__ == "__main__":  # no device is needed
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import opinfo_without_stack  # noqa: E402, F401
 import torch  # noqa: E402
 from opinfo_compare import errs_like  # noqa: E402
 from torch.testing._internal import common_methods_invocations as invocations  # noqa: E402

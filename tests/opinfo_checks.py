@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import opinfo_without_stack  # noqa: F401
 import torch
 from torch.testing._internal import common_methods_invocations as invocations
 from torch.testing._internal.common_modules import module_db

@@ -7,22 +7,25 @@ make what the lowering makes of arrays of just that length.
     python tests/padding_sweep.py                 # all; some ten minutes of CPU time
     python tests/padding_sweep.py --part 3/40     # one of forty parts
     python tests/padding_sweep.py add cumsum
+    python tests/padding_sweep.py --results sweep.jsonl     # goes on where it ended
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import types
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")  # XLA:CPU came to a halt with it, now and then
 if __name__ == "__main__":  # no device is needed
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
@@ -45,17 +48,24 @@ class Verdict:
     reasons: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
+    def add(self, other: Verdict) -> None:
+        """Adds what became of other calls."""
+        self.served += other.served
+        self.reasons += other.reasons
+        self.wrong += other.wrong
+
 
 class Sweep(lowering_check.Check):
     """Runs each call on the CPU, and those with a lowering also on longer arrays."""
 
-    def __init__(self, targets: set[str]) -> None:
+    def __init__(self, targets: set[str], known: Mapping[str, Verdict]) -> None:
         super().__init__(targets, per_op=3, in_all=6)
         self.verdicts: dict[str, Verdict] = {}
+        self._known = known
 
     def _wanted(self, name: str, func: Any, args: Any, kwargs: Any) -> bool:
-        known = self.verdicts.get(name)
-        return (known is None or known.served < ENOUGH) and super()._wanted(name, func, args, kwargs)
+        served = sum(verdicts[name].served for verdicts in (self._known, self.verdicts) if name in verdicts)
+        return served < ENOUGH and super()._wanted(name, func, args, kwargs)
 
     def _compare_lowering(
         self, entry: Any, func: Any, args: Any, kwargs: Any, expected: list[Any], truth: Any
@@ -202,9 +212,12 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}"
 
 
-def sweep(names: Iterable[str], lowerings: Iterable[str]) -> dict[str, Verdict]:
-    """What becomes of the calls of these OpInfos; "extra" stands for our own samples."""
-    check = Sweep(set(lowerings))
+def sweep(
+    names: Iterable[str], lowerings: Iterable[str], known: Mapping[str, Verdict] | None = None
+) -> dict[str, Verdict]:
+    """What becomes of the calls of these OpInfos; "extra" stands for our own samples. What is known to be served is not
+    tried again."""
+    check = Sweep(set(lowerings), known or {})
     lowering_check.run_samples(check, list(names), DTYPES, 3, backward=True)
     return check.verdicts
 
@@ -235,10 +248,29 @@ def summary(verdicts: dict[str, Verdict], *, verbose: bool = False) -> str:
     return "\n".join(lines)
 
 
+def _add(found: dict[str, Verdict], made: Mapping[str, Verdict]) -> None:
+    for op, verdict in made.items():
+        found.setdefault(op, Verdict()).add(verdict)
+
+
+def _read_results(path: Path | None) -> tuple[dict[str, Verdict], set[str]]:
+    """What earlier runs found, and the OpInfos that they ran."""
+    found: dict[str, Verdict] = {}
+    done = set()
+    if path is not None and path.exists():
+        for line in map(json.loads, path.read_text().splitlines()):
+            done.add(line["opinfo"])
+            for op, verdict in line["verdicts"].items():
+                reasons = Counter(verdict["reasons"])
+                found.setdefault(op, Verdict()).add(Verdict(verdict["served"], reasons, verdict["wrong"]))
+    return found, done
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="OpInfo names; none: all")
     parser.add_argument("--part", default="0/1", help="one of so many parts")
+    parser.add_argument("--results", type=Path, help="a file of what is found, from which a later run goes on")
     parser.add_argument("--verbose", "-v", action="store_true", help="name those that are served, too")
     options = parser.parse_args()
     # The ops need no device: keep torchtpu/__init__.py, which starts one, out of this process.
@@ -249,13 +281,15 @@ def main() -> int:
     lowerings = lowering_check.load_ops()
     number, of = map(int, options.part.split("/"))
     names = options.names or part_of(number, of)
-    found: dict[str, Verdict] = {}
+    found, done = _read_results(options.results)
     for name in names:
-        for op, result in sweep([name], lowerings).items():
-            known = found.setdefault(op, Verdict())
-            known.served += result.served
-            known.reasons += result.reasons
-            known.wrong += result.wrong
+        if name not in done:
+            made = sweep([name], lowerings, found)
+            _add(found, made)
+            if options.results:
+                with options.results.open("a") as file:
+                    verdicts = {op: vars(verdict) for op, verdict in made.items()}
+                    file.write(json.dumps({"opinfo": name, "verdicts": verdicts}) + "\n")
     print(summary(found, verbose=options.verbose))
     return 1 if any(result.wrong for result in found.values()) else 0
 

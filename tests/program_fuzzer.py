@@ -160,7 +160,8 @@ def run(program: Program, device: str, *, is_to_fail: bool = False) -> tuple[lis
     except Exception as error:
         return session.found, f"{kind_of(error)}: {str(error).partition(chr(10))[0]}"
     finally:
-        names.clear()
+        for name in [n for n in names if not n.startswith("__")]:  # PyTorch's compiler takes its own away
+            del names[name]
         if device == "tpu":
             with contextlib.suppress(Exception):
                 torch.tpu.synchronize()

@@ -15,6 +15,11 @@ def ones(on: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 REFUSED: dict[str, Callable[[str], Any]] = {
+    "addr_ of a vector": lambda on: ones(on, (3,))[0].addr_(*ones(on, (2,), (3,))),
+    "addr_ of fewer rows": lambda on: ones(on, (1, 3))[0].addr_(*ones(on, (2,), (3,))),
+    "masked_scatter_ with a larger mask": lambda on: ones(on, (3,))[0].masked_scatter_(
+        torch.ones(2, 3, device=on, dtype=torch.bool), *ones(on, (6,))
+    ),
     "heaviside_ of two dtypes": lambda on: torch.zeros(3, device=on).heaviside_(torch.ones(3, device=on).double()),
     "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
     "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),

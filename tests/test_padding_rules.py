@@ -226,6 +226,13 @@ def test_a_rule_reads_nothing_but_what_counts(name: str, sizes: tuple[int, ...])
     check_case(name, sizes)
 
 
+@pytest.mark.timeout(300)
+def test_a_rule_hides_what_xla_never_ends_with() -> None:
+    with jax.enable_x64(True):
+        x = np.linspace(1, 3, 20).reshape(5, 4)
+        check(lambda a: (lax.igamma(a, a), lax.igammac(a, a)), [x], [{0}])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "sizes"), [case for case in cases(3) if len(case.values[1]) > 1])
 def test_a_rule_reads_nothing_but_what_counts_where_two_sizes_change(name: str, sizes: tuple[int, ...]) -> None:

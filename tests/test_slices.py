@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from reference_engine import ReferenceEngine, reference_engine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import torchtpu
 from torchtpu import metrics
-from torchtpu.runtime import _C
+from torchtpu.runtime import _C, engine
+from torchtpu.runtime.ir.program import Program
 
 LENGTH = 400  # ops of a lap; several pieces
 
@@ -355,3 +358,36 @@ def test_prints_at_random_places_change_no_loss_and_few_programs(
         torch.use_deterministic_algorithms(False)
     assert loud == quiet
     assert after - before <= 60
+
+
+@pytest.mark.bailouts("slice")
+@pytest.mark.parametrize("read_as", ["at once", "later"])
+def test_a_slice_that_is_not_compiled_whole_is_computed_in_parts(read_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = engine.Engine._form
+
+    def form(self: Any, program: Program, clusters: Any, device: int) -> Any:
+        if is_reading and len(program.ops) > 1:
+            raise ZeroDivisionError("planted")
+        return plain(self, program, clusters, device)
+
+    monkeypatch.setattr(engine.Engine, "_form", form)
+    is_reading, found = False, []
+
+    def read(i: int, x: Tensor) -> None:
+        nonlocal is_reading
+        if i == 50:
+            is_reading = True
+            found.append(x.cpu() if read_as == "at once" else torchtpu.async_read(x).result())
+            is_reading = False
+
+    expected: list[Tensor] = []
+    mine, theirs = Laps("tpu"), Laps("cpu")
+    mine.run(2)
+    theirs.run(2)
+    theirs.run(1, reader(50, expected))
+    slices = metrics.snapshot()["slices"]
+    mine.run(1, read)
+    check(found, expected)
+    assert metrics.snapshot()["slices"] == slices + 1
+    assert metrics.snapshot()["bailouts"] == {"slice: ZeroDivisionError": 1}
+    check([mine.x.cpu()], [theirs.x])

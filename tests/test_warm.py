@@ -92,6 +92,14 @@ def test_programs_with_room_are_warmed(folder: Path, reads: str) -> None:
     assert train(folder) == "compiled 0"
 
 
+@pytest.mark.parametrize("reads", ["run", "standin"])
+def test_programs_of_which_longer_arrays_are_not_known_are_warmed_as_they_are(folder: Path, reads: str) -> None:
+    (folder / "train.py").write_text(GROWS.replace("keys.sin()", "torch.fft.fft(keys, dim=0).abs()"))
+    report = warm(folder, f"--reads={reads}", "--", sys.executable, str(folder / "train.py"))
+    assert report["failed"] == 0
+    assert train(folder) == "compiled 0"
+
+
 def train(folder: Path, lr: float = 0.1, steps: int = 5, every: int = 2, **more: str) -> str:
     command = [sys.executable, str(folder / "train.py"), str(lr), str(steps), str(every)]
     done = subprocess.run(command, cwd="/", env=environment(folder, **more), capture_output=True, text=True, check=True)

@@ -315,6 +315,18 @@ def served_ops() -> dict[str, str]:
     return _lazy.served
 
 
+def _make_fragments() -> Any:
+    """What traces lowerings where no engine does, for the target if there is one."""
+    from torchtpu import ops
+    from torchtpu.runtime.device.client import Client
+    from torchtpu.runtime.ir.calls import Lowerings
+    from torchtpu.runtime.lowering.fragments import Fragments
+
+    where = "tpu" if config.get("target") else platform()
+    table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: _lazy.served.get(name, name), ops.Context)
+    return Fragments(table, Client("cpu"), open_store(), _lazy.counters, {"gpu": "cuda"}.get(where, where))
+
+
 def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
     from torchtpu import ops
     from torchtpu.diagnostics.recompilations import Recompilations
@@ -330,7 +342,9 @@ def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
         if journal is None:
             raise RuntimeError("TORCHTPU_READS is for `torchtpu warm`, which collects programs: use its option --reads")
         answers = config.get("reads") == "standin"
-        return DryRun(journal, lazy.counters, _C.current_line, collectives, _is_special, answers=answers)
+        return DryRun(
+            journal, lazy.counters, _C.current_line, collectives, _is_special, _make_fragments, answers=answers
+        )
     lazy.recompilations = Recompilations()
     return Engine(
         platform=platform(),

@@ -17,6 +17,7 @@ from torchtpu.runtime.ir.liveness import find_live, live_bytes, made_by
 from torchtpu.runtime.ir.program import Op, Program, Random, Result, Write
 from torchtpu.runtime.ir.values import bases_of, rewrite, size_of
 from torchtpu.runtime.lowering.fragments import Fragments
+from torchtpu.runtime.padding.check import SecondLaunch
 from torchtpu.runtime.partition.dead_ops import values_read
 from torchtpu.runtime.partition.split import Part, split
 from torchtpu.runtime.telemetry import log
@@ -56,7 +57,7 @@ class Recovery:
         """Tells the work what came of it after all. `place` is the op that failed, where that is known."""
         error = getattr(work, "blamed", None) or error
         try:
-            if work.is_slice or not self._may_run_again(work.program, error):
+            if isinstance(work, SecondLaunch) or not self._may_run_again(work.program, error):
                 work.failed(error)
             else:
                 self._settle(work, error, place)
@@ -84,12 +85,18 @@ class Recovery:
 
     def _run_halves(self, work: Any, program: Program, error: Exception) -> None:
         parts = split(replace(program, donated=()), [len(program.ops) // 2])
-
-        self._counters.regions_taken_apart += not isinstance(work, PartWork)
+        if not isinstance(work, PartWork):
+            self._counters.regions_taken_apart += not work.is_slice
+            if work.is_slice:
+                self._counters.bailouts.note("slice", error.__cause__ or error, program.line)
         Sequence(program, parts, self._executable_of(parts, work.device)).run(work, self._launch, blamed=error)
 
     def roll_back(self, work: Any, error: BaseException, place: int) -> None:
-        """Fails a work whose op number `place` failed: computes what is there before it."""
+        """Fails a work whose op number `place` failed: computes what is there before it, but for a slice, which changes
+        no storage."""
+        if work.is_slice:
+            work.failed(error)
+            return
         program: Program = work.program
         _take_back(work, place)
         kept, restored = versions_at(program, place, self._is_constant)

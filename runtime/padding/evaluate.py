@@ -380,12 +380,12 @@ _ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
     "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
-    "expand_dims", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow",
-    "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi",
-    "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "polygamma", "population_count", "pow",
-    "random_unwrap", "random_wrap", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round",
-    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-    "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "transpose", "xor", "zeta",
+    "expand_dims", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
+    "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not",
+    "optimization_barrier", "or", "polygamma", "population_count", "pow", "random_unwrap", "random_wrap", "real",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh",
+    "threefry2x32", "transpose", "xor", "zeta",
 )  # fmt: skip
 
 
@@ -394,6 +394,12 @@ def _elementwise(equation: _Equation, arrays: list[Any]) -> Any:
     if equation.name == "bitcast_convert_type" and equation.dims(0) != equation.made():
         raise Refused("a bitcast to another width")
     return equation.bind(*arrays)
+
+
+@_rule("igamma", "igamma_grad_a", "igammac", "random_gamma_grad", "regularized_incomplete_beta")
+def _converge(equation: _Equation, arrays: list[Any]) -> Any:
+    """XLA goes on until each element has converged, for some numbers without an end."""
+    return equation.bind(*(equation.fill(a, k, _changing(equation.dims(k)), 1) for k, a in enumerate(arrays)))
 
 
 # ---- shapes

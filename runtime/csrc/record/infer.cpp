@@ -431,6 +431,12 @@ std::shared_ptr<const Inferred> infer_on_meta(const OpInfo& info, const c10::Ope
     }
   } else {
     run_on_meta(info, op, &inferred->results);
+    for (size_t i = 0; i < info.args.size() && !info.may_resize; i++) {
+      if (!info.args[i].is_written || info.args[i].is_out || !args[i].isTensor()) continue;
+      // torch's Python code gives some of them another shape
+      TORCH_CHECK(inferred->args[i].toTensor().sizes() == args[i].toTensor().sizes(), "output with shape ",
+                  args[i].toTensor().sizes(), " doesn't match the shape ", inferred->args[i].toTensor().sizes());
+    }
   }
   return inferred;
 }

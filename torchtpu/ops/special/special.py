@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torchtpu.ops.registry import jax, jnp, lax, lowering, pointwise
@@ -122,10 +123,42 @@ def igammac(self, other):
     return _incomplete_gamma(lax.igammac, self, other, 0)
 
 
+# Of Temme's expansion: for each power of 1 / a the coefficients of the powers of eta.
+_TEMME = (
+    (-1 / 3, 1 / 12, -2 / 135, 1 / 864, 1 / 2835, -139 / 777600, 1 / 25515, -571 / 261273600, -281 / 151559100),
+    (-1 / 540, -1 / 288, 1 / 378, -77 / 77760, 1 / 4860),
+    (25 / 6048, -139 / 51840, 1 / 1296),
+    (101 / 155520,),
+)
+
+
+def _of_large_shape(a: Any, x: Any, sign: int) -> Any:
+    """The incomplete gamma function of a large a (DLMF 8.12.3); the lower one for a `sign` of 1."""
+    mu = (x - a) / a
+    half = mu - jnp.log1p(mu)
+    near = mu**2 * _polynomial(mu, [(-1) ** k / (k + 2) for k in range(12)])
+    half = jnp.where(abs(mu) < 0.05, near, half)
+    eta = jnp.sign(mu) * jnp.sqrt(2 * half)
+    first = jnp.where(abs(eta) < 0.2, _polynomial(eta, _TEMME[0]), 1 / mu - 1 / eta)
+    series = first + _polynomial(1 / a, [0, *(_polynomial(eta, row) for row in _TEMME[1:])])
+    rest = jnp.exp(-a * half) / jnp.sqrt(2 * math.pi * a) * series
+    return 0.5 * lax.erfc(-sign * eta * jnp.sqrt(a / 2)) - sign * rest
+
+
+def _polynomial(x: Any, coefficients: Sequence[Any]) -> Any:
+    total = 0
+    for coefficient in reversed(coefficients):
+        total = total * x + coefficient
+    return total
+
+
 def _incomplete_gamma(function: Any, a: Any, x: Any, at_infinity: int) -> Any:
     a, x = jnp.broadcast_arrays(a, x)
-    inside = (a > 0) & (x > 0) & jnp.isfinite(a) & jnp.isfinite(x)
+    large = a >= (1e3 if a.dtype == jnp.float64 else 100)
+    inside = (a > 0) & (x > 0) & ~large & jnp.isfinite(x)
     value = function(jnp.where(inside, a, 1), jnp.where(inside, x, 1))
+    # XLA's series takes more terms than it has patience for, and has no end where a + 1 is a.
+    value = jnp.where(large, _of_large_shape(a, x, 2 * at_infinity - 1), value)
     # A zero or infinite argument puts all the mass on one side; both zero or both infinite has no limit.
     value = jnp.where((x == jnp.inf) | (a == 0), at_infinity, value)
     value = jnp.where((x == 0) | (a == jnp.inf), 1 - at_infinity, value)

@@ -1,0 +1,18 @@
+"""In: special functions of numbers where XLA's own are inexact, or come to no end. Out: their values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import special
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_incomplete_gammas_of_large_shapes_end_and_are_exact(dtype: torch.dtype, tolerance: float) -> None:
+    a = torch.tensor([1e2, 2e3, 5e5, 1e8, 1e16, 1e30], dtype=dtype)
+    x = a + torch.tensor([-3.0, 0.0, 3.0], dtype=dtype)[:, None] * a.sqrt()
+    for ours, exact in ((torch.special.gammainc, special.gammainc), (torch.special.gammaincc, special.gammaincc)):
+        found = ours(a.to("tpu"), x.to("tpu")).cpu().double()
+        expected = torch.from_numpy(exact(a.double().numpy(), x.double().numpy()))
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
