@@ -67,12 +67,14 @@ def _ops() -> tuple[Any, Any]:
     return forward, aten._scaled_dot_product_fused_attention_overrideable_backward.default
 
 
-def _add_rules(module: Any) -> None:
+def _add_rules(_: Any) -> None:
     """Batches and heads may be sharded."""
+    from torch.distributed.tensor._op_schema import OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy, register_op_strategy
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
     def is_tensor(argument: Any) -> bool:
-        return isinstance(argument, module.OpStrategy)
+        return isinstance(argument, OpStrategy)
 
     def placements_with_bias(bias: Any) -> list[tuple[Any, list[Any], Any]]:
         """How the tensors may be placed, the bias with them, and what its gradient is then."""
@@ -90,7 +92,7 @@ def _add_rules(module: Any) -> None:
             [placed, placed, *[None] * 7, placed, placed, placed, *(own if is_tensor(bias) else [])]
             for placed, own, _ in placements_with_bias(bias)
         ]
-        return module.expand_to_full_mesh_op_strategy(op_schema.get_mesh_from_args(), op_schema, rules, input_index=9)
+        return expand_to_full_mesh_op_strategy(op_schema.get_mesh_from_args(), op_schema, rules, input_index=9)
 
     def backward_rule(op_schema: Any) -> Any:
         bias = op_schema.args_schema[4]
@@ -103,13 +105,13 @@ def _add_rules(module: Any) -> None:
             ]
             for placed, own, slope in placements_with_bias(bias)
         ]  # fmt: skip
-        return module.expand_to_full_mesh_op_strategy(
+        return expand_to_full_mesh_op_strategy(
             op_schema.get_mesh_from_args(validate=False), op_schema, rules, input_index=4
         )
 
     forward, backward = _ops()
-    module.register_op_strategy(forward, schema_info=module.RuntimeSchemaInfo(4))(forward_rule)
-    module.register_op_strategy(backward)(backward_rule)
+    register_op_strategy(forward, schema_info=RuntimeSchemaInfo(4))(forward_rule)
+    register_op_strategy(backward)(backward_rule)
 
 
 def _add_ring(module: Any) -> None:

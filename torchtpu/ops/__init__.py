@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from torchtpu.ops.registry import COMPOSED, LOWERINGS, PLATFORM_LOWERINGS, Context
+from torchtpu.ops.registry import COMPOSED, LOWERINGS, PLATFORM_LOWERINGS, REMOVED, Context
 
-__all__ = ["COMPOSED", "LOWERINGS", "PLATFORM_LOWERINGS", "Context", "load"]
+__all__ = ["COMPOSED", "LOWERINGS", "PLATFORM_LOWERINGS", "REMOVED", "Context", "load"]
 
 
 def load() -> None:
