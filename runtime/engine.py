@@ -25,7 +25,6 @@ from .compile.builder import Builder
 from .compile.compiler import Compiler, NotCompiledError
 from .compile.failing import failing
 from .compile.plan_cache import Plans
-from .compile.stock import Piece
 from .compile.tiers import FIRST_TIERS, SWEEPS
 from .compile.variants import NotBuiltError, RegionVariants, VariantBuilder
 from .device.client import Client
@@ -43,6 +42,7 @@ from .lowering.fragments import Fragments
 from .padding.arrays import PaddedExecutable, download
 from .padding.layout import Layouts, PaddedProgram, check_unequal
 from .partition.clusters import Clusters
+from .partition.pieces import Piece
 from .partition.split import ends_of_runs, split
 from .spmd.builder import SpmdBuilder
 from .spmd.regions import Collectives
@@ -60,7 +60,7 @@ class Engine:
     lowerings ask; `knob` gives the settings clusters, log, check, memory_limit, debug_nans, policy and
     num_compile_threads; `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors
     (see `Memory`). A `journal` hears of every program and of what became of it; `observers`, a list that may change,
-    hear of each program and launch, `planned` of each region's program.
+    hear of each program and launch, `planned` of each region's program, but for those that are made of known ones.
     `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
     `is_special` which of them do so as single values.
     """
@@ -259,7 +259,8 @@ class Engine:
     ) -> Future[Any]:
         ready = RegionVariants(self._variants, program, clusters, device, pieces).start()
         self.counters.regions_planned += 1
-        self._planned(program)
+        if not pieces:
+            self._planned(program)
         return ready
 
     def _with_padding(self, padded: PaddedProgram, device: int) -> Future[Any]:

@@ -10,13 +10,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.ir.program import Program
-from torchtpu.runtime.partition.pieces import identity
-from torchtpu.runtime.partition.split import Part
+from torchtpu.runtime.partition.pieces import Divider, Piece
 
 from .builder import Build, Builder, about_of
 from .compiler import Compiler
@@ -26,12 +25,11 @@ from .tiers import FirstTier
 _MOST_PLACES = 1 << 14  # source lines that are remembered
 
 
-class Piece(NamedTuple):
-    """A part of a region: the identity that it shares with others, and their plan."""
+class _Known(NamedTuple):
+    """What equal pieces have in common: their plan, and how much longer a launch takes than with the usual options."""
 
-    part: Part
-    identity: tuple[Any, ...]
     plan: Plan
+    loss_ms: float
 
 
 class Stock:
@@ -45,12 +43,13 @@ class Stock:
         self._compiler = compiler
         self._first = first
         self._capacity = capacity
+        self._divider = Divider(plans.fragments)
         self._lock = threading.Lock()  # guards what follows
-        self._known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-        self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()  # those with their lines
+        self._known: OrderedDict[int, _Known] = OrderedDict()
         self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
-        self._executables: WeakValueDictionary[tuple[Any, ...], Executable] = WeakValueDictionary()
+        # What is in use, by identity, device and lines.
+        self._executables: WeakValueDictionary[tuple[int, int, tuple[str, ...]], Executable] = WeakValueDictionary()
 
     def visits(self, line: str) -> int:
         """How many new regions have ended on this line."""
@@ -82,68 +81,68 @@ class Stock:
             while len(self._undivided) > self._capacity():
                 self._undivided.popitem(last=False)
 
-    def missing(self, parts: Sequence[Part]) -> int:
+    def divide(self, program: Program) -> list[Piece]:
+        """The pieces of a program, in order; none where no op of it is needed."""
+        return self._divider.divide(program)
+
+    def missing(self, pieces: Sequence[Piece]) -> int:
         """How many ops the different pieces among these have that no region of this process had before."""
         with self._lock:
-            new = {identity(part.program): part.program for part in parts}
-            new = {key: program for key, program in new.items() if key not in self._known}
-        return sum(len(program.ops) for program in new.values())
+            new = {piece.identity: piece.num_ops for piece in pieces if piece.identity not in self._known}
+        return sum(new.values())
 
-    def find(self, parts: Sequence[Part]) -> list[Piece]:
-        """The parts with their plans; raises what lowering raises."""
-        found = []
-        for part in parts:
-            key = identity(part.program)
-            with self._lock:
-                plan = self._known.get(key)
-                if plan is not None:
-                    self._known.move_to_end(key)
-                part = replace(part, program=self._programs.setdefault((key, lines_of(part.program)), part.program))
-                while len(self._programs) > 4 * self._capacity():
-                    self._programs.popitem(last=False)
-            if plan is None:
-                plan = self._builder.find(part.program)
-                if self._first is not None and not self._first.is_large(part.program):
-                    plan = self._under_first(plan)
-                with self._lock:
-                    self._known[key] = plan
-                    while len(self._known) > self._capacity():
-                        self._known.popitem(last=False)
-            found.append(Piece(part, key, plan))
-        return found
+    def loss_ms(self, pieces: Sequence[Piece]) -> float:
+        """How much longer these take, each launched once, than with the usual options; raises what lowering raises."""
+        return sum(self._find(piece).loss_ms for piece in pieces)
+
+    def _find(self, piece: Piece) -> _Known:
+        """What is known of a piece; lowers a new one."""
+        with self._lock:
+            known = self._known.get(piece.identity)
+            if known is not None:
+                self._known.move_to_end(piece.identity)
+                return known
+        plan, loss_ms = self._builder.find(piece.program), 0.0
+        if self._first is not None:
+            loss_ms = self._first.loss_ms(piece.program)
+            plan = plan if self._first.is_large(piece.program) else self._under_first(plan)
+        known = _Known(plan, loss_ms)
+        with self._lock:
+            self._known[piece.identity] = known
+            while len(self._known) > self._capacity():
+                self._known.popitem(last=False)
+        return known
 
     def _under_first(self, plan: Plan) -> Plan:
         return self._plans.under(plan, self._first.options) if self._first else plan
 
     def has(self, piece: Piece, device: int) -> bool:
         """Whether a piece's program is there without being compiled."""
-        return self._compiler.has(piece.plan, device)
+        return self._compiler.has(self._find(piece).plan, device)
 
-    def submit(self, pieces: Sequence[Piece], device: int) -> dict[tuple[Any, ...], Build]:
-        """Has the different programs of these pieces compiled, the smallest first."""
-        different = {piece.identity: piece for piece in pieces}
+    def in_use(self, pieces: Sequence[Piece], device: int) -> list[Executable] | None:
+        """What launches the pieces, where other regions are launching it; None where a piece is not in use."""
+        found = [self._executables.get((piece.identity, device, piece.lines)) for piece in pieces]
+        in_use = [executable for executable in found if executable is not None]
+        return in_use if len(in_use) == len(found) else None
+
+    def submit(self, pieces: Sequence[Piece], device: int) -> dict[int, Build]:
+        """Has the different programs of these pieces compiled, the smallest first; by identity."""
+        different = sorted({piece.identity: piece for piece in pieces}.values(), key=lambda piece: piece.num_ops)
         return {
-            key: self._builder.submit(piece.part.program, piece.plan, device)
-            for key, piece in sorted(different.items(), key=lambda entry: len(entry[1].part.program.ops))
+            piece.identity: self._builder.submit(piece.program, self._find(piece).plan, device) for piece in different
         }
 
     def executable(self, piece: Piece, build: Build, device: int) -> Executable:
         """What launches a piece where it stands, once its program is compiled; raises why it is not."""
-        program = piece.part.program
-        key = piece.identity, device, lines_of(program)
+        key = piece.identity, device, piece.lines
         known = self._executables.get(key)
         if known is None or known.loaded is not build.flight.result():
-            plan = replace(
-                piece.plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in piece.plan.checks)
-            )
+            program, plan = piece.program, build.plan
+            plan = replace(plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in plan.checks))
             own = Build(program, plan, about_of(program, plan), build.flight)
             known = self._executables[key] = self._builder.executable(own, device)
         return known
-
-
-def lines_of(program: Program) -> tuple[str, ...]:
-    """What equal pieces of different regions differ in."""
-    return program.line, *(op.line for op in program.ops)
 
 
 def _line(program: Program, place: int) -> str:

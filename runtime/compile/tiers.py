@@ -52,17 +52,15 @@ class FirstTier(NamedTuple):
 
     def is_large(self, program: Program) -> bool:
         """Whether a piece is compiled with the usual options from the beginning."""
-        return self.large_launches * self.loss_ms(program, 1) >= self.price_ms(program)
+        return self.large_launches * self.loss_ms(program) >= self.price_ms(program)
 
     def price_ms(self, program: Program) -> float:
         """How long the program compiles with the usual options, about."""
         return self.program_ms + self.op_ms * len(program.ops)
 
-    def loss_ms(self, program: Program, launches: int) -> float:
-        """How much longer than with them it takes, in so many launches, about."""
-        return self.launch_us * 1e-3 * (launches - 1) + sum(
-            self.op_us * 1e-3 + self._element_ns(op) * 1e-6 * _made(op) for op in program.ops
-        )
+    def loss_ms(self, program: Program) -> float:
+        """How much longer than with them it takes, in one launch, about."""
+        return sum(self.op_us * 1e-3 + self._element_ns(op) * 1e-6 * _made(op) for op in program.ops)
 
     def _element_ns(self, op: Op) -> float:
         return self.drawn_ns if any(isinstance(argument, Random) for argument in op.args) else self.element_ns

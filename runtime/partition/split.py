@@ -51,7 +51,7 @@ def split(program: Program, ends: Sequence[int]) -> list[Part]:
 
     parts = []
     for number, ops in enumerate(groups):
-        numbers = _PartNumbers()
+        numbers = PartNumbers()
         rewritten = tuple(rewrite(op, numbers.read, numbers.make, numbers.lift) for op in ops)
         outputs = tuple(v for v in numbers.made if v in kept or last.get(v, -1) > number)
         part = Program(
@@ -77,7 +77,7 @@ def ends_of_runs(program: Program, before: Program) -> list[int]:
     return ends if len(kept) >= _FEWEST_TO_SPLIT and 2 * sum(kept) >= len(kept) else []
 
 
-class _PartNumbers:
+class PartNumbers:
     """Counts the values and run-time numbers of a part as they appear in it."""
 
     def __init__(self) -> None:
