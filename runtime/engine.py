@@ -123,7 +123,10 @@ class Engine:
         sweep, choices = (None, NullStore("programs are collected")) if journal else (SWEEPS.get(platform), store)
         # Ranks compute the same bits, each in its own time.
         first = None if journal or process_group else FIRST_TIERS.get(platform)
-        self._variants = VariantBuilder(self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first)
+        self._piece_layouts = Layouts(is_special)
+        self._variants = VariantBuilder(
+            self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first, self._pad_piece
+        )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
@@ -288,18 +291,30 @@ class Engine:
         if self._knob("debug_nans") != "off":  # what does not count may be NaN
             return None
 
-        def check(padded: PaddedProgram) -> None:
-            ops = [op for op in padded.program.ops if op.padding is not None]
-            for op, (fragment, _) in zip(ops, self.fragments.find(ops), strict=True):
-                check_unequal(op, fragment.unequal, padded.numbers, program.ints)
-
         try:
-            padded = (self._layouts.pad_as if alone else self._layouts.pad)(program, others, check)
+            padded = (self._layouts.pad_as if alone else self._layouts.pad)(program, others, self._check_padded)
         except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
             self._refuse(program, error)
             return None
         self.counters.regions_padded += 1
         return padded
+
+    def _pad_piece(self, program: Program, others: Sequence[Program]) -> PaddedProgram | None:
+        """A piece of a region padded, with other sizes of it in view; None where that is not possible."""
+        if not self._knob("padding") or self._knob("debug_nans") != "off":
+            return None
+        try:
+            return self._piece_layouts.pad(program, others, self._check_padded)
+        except Exception as error:  # noqa: BLE001 -- as above
+            if "cluster" in self._knob("log"):
+                log.write(f"tpu: not padded: {error} (a piece of the region at {program.line})")
+            return None
+
+    def _check_padded(self, padded: PaddedProgram) -> None:
+        """Raises what lowering the ops raises, or Refused where what they were traced for is not so."""
+        ops, first = [op for op in padded.program.ops if op.padding is not None], padded.program.ints
+        for op, (fragment, _) in zip(ops, self.fragments.find(ops), strict=True):
+            check_unequal(op, fragment.unequal, padded.numbers, first - len(padded.numbers))
 
     def _refuse(self, program: Program, error: BaseException) -> None:
         """Notes why a program is not padded."""

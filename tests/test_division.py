@@ -152,6 +152,42 @@ def test_a_loop_of_equal_bodies_costs_one_body() -> None:
     assert add(61) <= 8  # the lengths of what is read
 
 
+def test_pieces_that_come_with_other_sizes_serve_all_that_have_the_same_capacity() -> None:
+    def episode(length: int, device: str) -> torch.Tensor:
+        returns = torch.linspace(1, 0, length).to(device)
+        returns = (returns - returns.mean()) / (returns.std() + 1e-6)
+        terms = [torch.tanh(returns[i] * (i + 1.0)) for i in range(length)]
+        return torch.stack([term * 2 + 1 for term in terms[:5]]).sum() + returns[length // 2]
+
+    _C.forget_streams()
+    lengths = [40, 41, 45, 37, 52, 50, 43, 60, 39, 57, 48, 36, 55, 47, 59, 62]
+    for number, length in enumerate(lengths):
+        if number == 10:
+            before = metrics.snapshot()["programs_compiled"]
+        torch.testing.assert_close(episode(length, "tpu").cpu(), episode(length, "cpu"), rtol=1e-5, atol=1e-5)
+    assert metrics.snapshot()["programs_compiled"] == before
+
+
+def test_rows_of_an_array_whose_length_changes_are_read_by_one_program(in_pieces: None) -> None:
+    def rows(length: int) -> None:
+        x = torch.arange(3.0 * length).view(length, 3)
+        on_device = x.to("tpu")
+        y = torch.zeros(3, device="tpu")
+        for i in range(0, length, 2):
+            y = torch.relu(y * 0.5 + on_device[i])
+        expected = torch.zeros(3)
+        for i in range(0, length, 2):
+            expected = torch.relu(expected * 0.5 + x[i])
+        torch.testing.assert_close(y.cpu(), expected)
+
+    for length in (17, 18, 20, 22):
+        rows(length)
+    before = metrics.snapshot()["programs_compiled"]
+    for length in (24, 26, 28, 30):
+        rows(length)
+    assert metrics.snapshot()["programs_compiled"] == before
+
+
 def test_an_error_names_the_line_of_its_own_region(in_pieces: None) -> None:
     x, bad = torch.arange(12.0, device="tpu").view(4, 3), torch.tensor([9], device="tpu")
 

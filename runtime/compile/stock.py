@@ -1,6 +1,7 @@
 """The stock of pieces: in come parts of any region, out go their executables, of which equal parts share the program.
 
-A piece is lowered and compiled for the region that first has it. What names source lines, for errors and reports, is
+A piece is lowered and compiled for the region that first has it; one that comes
+with other sizes is padded, where that is possible. What names source lines, for errors and reports, is
 each region's own.
 """
 
@@ -13,8 +14,9 @@ from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from torchtpu.runtime.execute.executable import Executable
+from torchtpu.runtime.execute.executable import Launchable
 from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.padding.layout import PaddedProgram, shape_agnostic_signature
 from torchtpu.runtime.partition.pieces import Divider, Piece
 
 from .builder import Build, Builder, about_of
@@ -23,12 +25,17 @@ from .plan_cache import Plan, Plans
 from .tiers import FirstTier
 
 _MOST_PLACES = 1 << 14  # source lines that are remembered
+_MOST_SIZES = 3  # of one piece that are remembered
+
+Pad = Callable[[Program, Sequence[Program]], PaddedProgram | None]
 
 
 class _Known(NamedTuple):
-    """What equal pieces have in common: their plan, and how much longer a launch takes than with the usual options."""
+    """What equal pieces have in common: their plan, that of the padded form where there is one, and how much longer a
+    launch takes than with the usual options."""
 
     plan: Plan
+    padded: PaddedProgram | None
     loss_ms: float
 
 
@@ -36,20 +43,30 @@ class Stock:
     """What is known of pieces in this process, at most `capacity` of them; none where there is no `first` tier."""
 
     def __init__(
-        self, builder: Builder, plans: Plans, compiler: Compiler, first: FirstTier | None, capacity: Callable[[], int]
+        self,
+        builder: Builder,
+        plans: Plans,
+        compiler: Compiler,
+        first: FirstTier | None,
+        capacity: Callable[[], int],
+        pad: Pad,
     ) -> None:
         self._builder = builder
         self._plans = plans
         self._compiler = compiler
         self._first = first
         self._capacity = capacity
+        self._pad = pad
         self._divider = Divider(plans.fragments)
         self._lock = threading.Lock()  # guards what follows
         self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._forms: OrderedDict[int, PaddedProgram | None] = OrderedDict()  # by identity
+        self._sizes: OrderedDict[str, list[Program]] = OrderedDict()  # pieces that differ in sizes, the latest first
+        self._padded: OrderedDict[Program, Plan] = OrderedDict()
         self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
         # What is in use, by identity, device and lines.
-        self._executables: WeakValueDictionary[tuple[int, int, tuple[str, ...]], Executable] = WeakValueDictionary()
+        self._executables: WeakValueDictionary[tuple[int, int, tuple[str, ...]], Launchable] = WeakValueDictionary()
 
     def visits(self, line: str) -> int:
         """How many new regions have ended on this line."""
@@ -86,32 +103,68 @@ class Stock:
         return self._divider.divide(program)
 
     def missing(self, pieces: Sequence[Piece]) -> int:
-        """How many ops the different pieces among these have that no region of this process had before."""
-        with self._lock:
-            new = {piece.identity: piece.num_ops for piece in pieces if piece.identity not in self._known}
-        return sum(new.values())
+        """How many ops the different pieces among these have whose programs no region of this process had before."""
+        return sum(p.num_ops for p in {p.identity: p for p in pieces}.values() if self._recall(p) is None)
 
     def loss_ms(self, pieces: Sequence[Piece]) -> float:
         """How much longer these take, each launched once, than with the usual options; raises what lowering raises."""
         return sum(self._find(piece).loss_ms for piece in pieces)
 
-    def _find(self, piece: Piece) -> _Known:
-        """What is known of a piece; lowers a new one."""
+    def _recall(self, piece: Piece) -> _Known | None:
+        """What is known of a piece, or of its padded form."""
         with self._lock:
             known = self._known.get(piece.identity)
             if known is not None:
                 self._known.move_to_end(piece.identity)
                 return known
-        plan, loss_ms = self._builder.find(piece.program), 0.0
-        if self._first is not None:
-            loss_ms = self._first.loss_ms(piece.program)
-            plan = plan if self._first.is_large(piece.program) else self._under_first(plan)
-        known = _Known(plan, loss_ms)
+        padded = self._form_of(piece)
+        if padded is None:
+            return None
+        with self._lock:
+            plan = self._padded.get(padded.program)
+        return plan and self._keep(piece, plan, padded)
+
+    def _find(self, piece: Piece) -> _Known:
+        """The same; lowers a new one."""
+        known = self._recall(piece)
+        if known is not None:
+            return known
+        padded = self._form_of(piece)
+        plan = self._builder.find(padded.program if padded else piece.program)
+        if self._first is not None and not self._first.is_large(piece.program):
+            plan = self._under_first(plan)
+        return self._keep(piece, plan, padded)
+
+    def _keep(self, piece: Piece, plan: Plan, padded: PaddedProgram | None) -> _Known:
+        known = _Known(plan, padded, self._first.loss_ms(piece.program) if self._first else 0.0)
         with self._lock:
             self._known[piece.identity] = known
-            while len(self._known) > self._capacity():
-                self._known.popitem(last=False)
+            self._forms.pop(piece.identity, None)
+            if padded is not None:
+                self._padded[padded.program] = plan
+            for kept in (self._known, self._padded):
+                while len(kept) > self._capacity():
+                    kept.popitem(last=False)
         return known
+
+    def _form_of(self, piece: Piece) -> PaddedProgram | None:
+        """The padded form of a piece that came with other sizes before; None where there is none."""
+        with self._lock:
+            if piece.identity in self._forms:
+                return self._forms[piece.identity]
+        program = piece.program
+        signature = shape_agnostic_signature(program)
+        with self._lock:
+            others = list(self._sizes.get(signature, ()))
+        padded = self._pad(program, others) if others else None
+        with self._lock:
+            self._forms[piece.identity] = padded
+            self._sizes[signature] = [program, *others][:_MOST_SIZES]
+            self._sizes.move_to_end(signature)
+            for kept in (self._forms, self._sizes):
+                while len(kept) > self._capacity():
+                    kept.popitem(last=False)
+        return padded
 
     def _under_first(self, plan: Plan) -> Plan:
         return self._plans.under(plan, self._first.options) if self._first else plan
@@ -120,7 +173,7 @@ class Stock:
         """Whether a piece's program is there without being compiled."""
         return self._compiler.has(self._find(piece).plan, device)
 
-    def in_use(self, pieces: Sequence[Piece], device: int) -> list[Executable] | None:
+    def in_use(self, pieces: Sequence[Piece], device: int) -> list[Launchable] | None:
         """What launches the pieces, where other regions are launching it; None where a piece is not in use."""
         found = [self._executables.get((piece.identity, device, piece.lines)) for piece in pieces]
         in_use = [executable for executable in found if executable is not None]
@@ -129,19 +182,22 @@ class Stock:
     def submit(self, pieces: Sequence[Piece], device: int) -> dict[int, Build]:
         """Has the different programs of these pieces compiled, the smallest first; by identity."""
         different = sorted({piece.identity: piece for piece in pieces}.values(), key=lambda piece: piece.num_ops)
+        known = {piece.identity: (piece, self._find(piece)) for piece in different}
         return {
-            piece.identity: self._builder.submit(piece.program, self._find(piece).plan, device) for piece in different
+            identity: self._builder.submit(padded.program if padded else piece.program, plan, device)
+            for identity, (piece, (plan, padded, _)) in known.items()
         }
 
-    def executable(self, piece: Piece, build: Build, device: int) -> Executable:
+    def executable(self, piece: Piece, build: Build, device: int) -> Launchable:
         """What launches a piece where it stands, once its program is compiled; raises why it is not."""
         key = piece.identity, device, piece.lines
         known = self._executables.get(key)
-        if known is None or known.loaded is not build.flight.result():
+        if known is None or getattr(known, "loaded", None) is not build.flight.result():
             program, plan = piece.program, build.plan
             plan = replace(plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in plan.checks))
-            own = Build(program, plan, about_of(program, plan), build.flight)
-            known = self._executables[key] = self._builder.executable(own, device)
+            own = Build(build.program, plan, about_of(program, plan), build.flight)
+            made, padded = self._builder.executable(own, device), self._find(piece).padded
+            known = self._executables[key] = self._builder.padded(padded, made) if padded else made
         return known
 
 

@@ -32,7 +32,7 @@ from .builder import Build, Builder
 from .compiler import Compiler, NotCompiledError
 from .failing import failing
 from .plan_cache import Plan, Plans
-from .stock import Stock
+from .stock import Pad, Stock
 from .tiers import FirstTier, Sweep
 
 _WHOLE = "whole"
@@ -62,6 +62,7 @@ class VariantBuilder:
         knob: Callable[[str], Any],
         sweep: Sweep | None,
         first: FirstTier | None,
+        pad: Pad,
     ) -> None:
         self.builder = builder
         self.plans = plans
@@ -71,17 +72,19 @@ class VariantBuilder:
         self.knob = knob
         self.sweep = sweep
         self.first = first
-        self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"))
+        self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"), pad)
         self.refused: set[str] = set()
 
     def known_pieces(self, program: Program, device: int) -> list[Piece]:
-        """The pieces of a region for which nothing has to be lowered: new regions keep ending on its line, and it is
-        made of what others were made of. None where that is not so."""
+        """The pieces of a region that is not looked at as a whole: new regions keep ending on its line, and it is made
+        of what others were made of, for the most part. None where that is not so."""
         first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
         if first is None or not (visits > first.most_visits or is_forced) or not first.may_divide(program, is_forced):
             return []
         pieces = self.stock.divide(program)
-        return [] if self.stock.missing(pieces) else self._there(pieces, device)
+        missing = self.stock.missing(pieces)
+        is_known = missing <= first.most_missing * len(program.ops) and not first.is_paid_at_once(program)
+        return self._there(pieces, device) if not missing or is_known or is_forced else []
 
     def new_pieces(self, program: Program, usual: list[tuple[Program, Plan]], device: int) -> list[Piece]:
         """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""

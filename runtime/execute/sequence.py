@@ -13,6 +13,7 @@ import torch
 
 from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.ir.values import bases_of, roots_of, size_of
+from torchtpu.runtime.padding.arrays import PaddedArray
 from torchtpu.runtime.partition.split import Part
 
 Restored = tuple[Base, Any, Any]
@@ -62,7 +63,7 @@ class Sequence:
     @functools.cached_property
     def is_prompt(self) -> bool:
         """Whether no part may have to be made at its launch, for an offset that nobody expected."""
-        return not any(getattr(self._executable_of(number), "offsets", True) for number in range(len(self.parts)))
+        return all(getattr(self._executable_of(number), "is_prompt", False) for number in range(len(self.parts)))
 
     @functools.cached_property
     def about(self) -> Any:
@@ -93,7 +94,7 @@ class Sequence:
         """Launches the parts from the first of these on; tells the work what came of all."""
         for number in range(first, len(self.parts)):
             executable = self._executable_of(number)
-            if direct is not None and getattr(executable, "is_plain", False) and state.is_sound:
+            if direct is not None and direct.may_launch(state, self.parts[number], executable):
                 try:
                     direct.launch(state, self.parts[number], executable)
                 except BaseException:
@@ -182,6 +183,12 @@ class DirectLauncher:
         self.context = context
         self._floats: Items[float] = work.floats.tolist() if work.floats is not None else ()
         self._ints: Items[int] = work.ints.tolist() if work.ints is not None else ()
+
+    def may_launch(self, state: State, part: Part, executable: Any) -> bool:
+        """Whether a part takes what the state has as it is, and nothing has failed."""
+        if not getattr(executable, "is_plain", False) or not state.is_sound:
+            return False
+        return not PaddedArray.exist or not any(isinstance(state.arrays[value], PaddedArray) for value in part.inputs)
 
     def launch(self, state: State, part: Part, executable: Any) -> None:
         """Launches one, with what the state has, and gives it the outputs."""

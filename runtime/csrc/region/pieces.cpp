@@ -153,43 +153,54 @@ class Reader {
   Reader(PyObject* op, int element, Py_ssize_t count, Call& call)
       : op_(op), element_(element), count_(count), call_(call) {}
 
-  std::string read() {
+  // What decides the op's text, and what of that says nothing of sizes.
+  std::pair<std::string, std::string> read() {
     const Fields& f = fields();
-    put_text(text_, get(op_, f.name).ptr());
+    put_name(get(op_, f.name).ptr());
     argument(get(op_, f.precision).ptr());
     auto args = get(op_, f.args);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args.ptr()); i++) {
       arg_ = i;
       top(PyTuple_GET_ITEM(args.ptr(), i));
     }
-    text_ += '>';
+    both('>');
     auto results = get(op_, f.results);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results.ptr()); i++) {
       PyObject* given = PyTuple_GET_ITEM(results.ptr(), i);
       if (is_list(given)) {
-        text_ += '(';
+        both('(');
         result(PyTuple_GET_ITEM(given, element_));
-        text_ += ')';
+        both(')');
       } else {
         result(given);
       }
     }
     auto writes = get(op_, f.writes);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(writes.ptr()); i++) write(PyTuple_GET_ITEM(writes.ptr(), i));
-    return std::move(text_);
+    return {std::move(text_), std::move(mark_)};
   }
 
  private:
+  template <class T>
+  void both(const T& given) {
+    text_ += given;
+    mark_ += given;
+  }
+  void put_name(PyObject* given) {
+    put_text(text_, given);
+    put_text(mark_, given);
+  }
+
   bool is_list(PyObject* given) const {
     return element_ >= 0 && PyTuple_CheckExact(given) && PyTuple_GET_SIZE(given) == count_;
   }
 
   void top(PyObject* given) {
     if (is_list(given)) {
-      text_ += '(';
+      both('(');
       item_ = 0;
       argument(PyTuple_GET_ITEM(given, element_));
-      text_ += ')';
+      both(')');
     } else if (PyTuple_CheckExact(given) || PyList_CheckExact(given)) {
       list(given, true);
     } else {
@@ -199,20 +210,20 @@ class Reader {
   }
 
   void list(PyObject* given, bool is_top) {
-    text_ += '(';
+    both('(');
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(given); i++) {
       if (is_top) item_ = static_cast<int>(i);
       argument(PySequence_Fast_GET_ITEM(given, i));
     }
-    text_ += ')';
+    both(')');
   }
 
   void argument(PyObject* given) {
     const Fields& f = fields();
     if (given == Py_None) {
-      text_ += 'N';
+      both('N');
     } else if (is_a(given, f.operand)) {
-      text_ += 'T';
+      both('T');
       Slot slot{Slot::kTensor};
       auto value = get(given, f.value);
       if (!value.is_none()) slot.value = as_int(value.ptr());
@@ -220,38 +231,38 @@ class Reader {
       where_.push_back({arg_, item_, call_.slots.size()});
       call_.slots.push_back(slot);
     } else if (is_a(given, f.lifted)) {
-      text_ += lifted(given);
+      both(lifted(given));
     } else if (is_a(given, f.scalar)) {
-      text_ += 'S';
+      both('S');
       argument(get(given, f.value).ptr());
-      text_ += dtype_of(get(given, f.dtype).ptr()).text;
-      text_ += get(given, f.wrapped).ptr() == Py_True ? 'w' : '-';
+      both(dtype_of(get(given, f.dtype).ptr()).text);
+      both(get(given, f.wrapped).ptr() == Py_True ? 'w' : '-');
     } else if (is_a(given, f.random)) {
-      text_ += 'R';
+      both('R');
       lifted(get(given, f.seed).ptr());
       lifted(get(given, f.offset).ptr());
     } else if (PyTuple_CheckExact(given) || PyList_CheckExact(given)) {
       list(given, false);
     } else if (PyBool_Check(given)) {
-      text_ += given == Py_True ? "b1" : "b0";
+      both(given == Py_True ? "b1" : "b0");
     } else if (PyFloat_CheckExact(given)) {
-      text_ += 'f';
+      both('f');
       put(text_, PyFloat_AS_DOUBLE(given));
     } else if (PyUnicode_CheckExact(given)) {
-      text_ += 's';
-      put_text(text_, given);
+      both('s');
+      put_name(given);
     } else if (THPDtype_Check(given)) {
-      text_ += 'd';
-      text_ += dtype_of(given).text;
+      both('d');
+      both(dtype_of(given).text);
     } else if (is_a(given, f.device)) {
-      text_ += 'v';
-      put_text(text_, get(given, f.type).ptr());
+      both('v');
+      put_name(get(given, f.type).ptr());
     } else if (PyLong_CheckExact(given) && is_small(given)) {
-      text_ += 'i';
+      both('i');
       put(text_, as_int(given));
     } else {
-      text_ += 'r';
-      put_text(text_, py::repr(py::handle(given)).ptr());
+      both('r');
+      put_name(py::repr(py::handle(given)).ptr());
     }
   }
 
@@ -267,13 +278,13 @@ class Reader {
 
   int64_t ints(PyObject* given) {
     int64_t product = 1;
-    text_ += '[';
+    both('[');
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); i++) {
       int64_t number = as_int(PyTuple_GET_ITEM(given, i));
       put(text_, number);
       product *= number;
     }
-    text_ += ']';
+    both(']');
     return product;
   }
 
@@ -286,11 +297,11 @@ class Reader {
     auto base = get(given, f.base);
     const Dtype& home = dtype_of(PyTuple_GET_ITEM(base.ptr(), 1));
     int64_t whole = ints(PyTuple_GET_ITEM(base.ptr(), 0)) * home.itemsize;
-    text_ += dtype.text;
-    text_ += home.text;
+    both(dtype.text);
+    both(home.text);
     slot.is_part = 0 < taken && taken < whole;
     if (auto offset = get(given, f.offset); is_a(offset.ptr(), f.lifted)) {
-      text_ += 'o';
+      both('o');
       slot.number = as_int(get(offset.ptr(), f.index).ptr());
     } else {
       slot.offset = as_int(offset.ptr());
@@ -300,19 +311,19 @@ class Reader {
   void result(PyObject* given) {
     const Fields& f = fields();
     if (given == Py_None) {
-      text_ += '-';
+      both('-');
     } else if (PyTuple_CheckExact(given)) {
-      text_ += '(';
+      both('(');
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); i++) result(PyTuple_GET_ITEM(given, i));
-      text_ += ')';
+      both(')');
     } else {
       call_.made.push_back(as_int(get(given, f.value).ptr()));
       ints(get(given, f.sizes).ptr());
       ints(get(given, f.strides).ptr());
-      text_ += dtype_of(get(given, f.dtype).ptr()).text;
+      both(dtype_of(get(given, f.dtype).ptr()).text);
       auto base = get(given, f.base);
       ints(PyTuple_GET_ITEM(base.ptr(), 0));
-      text_ += dtype_of(PyTuple_GET_ITEM(base.ptr(), 1)).text;
+      both(dtype_of(PyTuple_GET_ITEM(base.ptr(), 1)).text);
     }
   }
 
@@ -325,10 +336,10 @@ class Reader {
       if (item != element_) return;
       item = 0;
     }
-    text_ += '=';
+    both('=');
     put(text_, arg);
     put(text_, item);
-    text_ += get(given, f.replaces).ptr() == Py_True ? 'r' : '-';
+    both(get(given, f.replaces).ptr() == Py_True ? 'r' : '-');
     Target target{as_int(get(given, f.value).ptr()), 0, Slot{Slot::kTensor}};
     tensor(given, target.place);
     auto of = [&](const Where& w) { return w.arg == arg && w.item == item; };
@@ -347,7 +358,7 @@ class Reader {
   int element_;
   Py_ssize_t count_;
   Call& call_;
-  std::string text_;
+  std::string text_, mark_;
   c10::SmallVector<Where, 4> where_;
   int64_t arg_ = 0;
   int item_ = -1;
@@ -468,10 +479,10 @@ bool Divider::maps(const std::string& name, py::handle op) {
   return found;
 }
 
-std::shared_ptr<Sign> Divider::sign_of(const std::string& text) {
+std::shared_ptr<Sign> Divider::sign_of(const std::string& text, const std::string& mark) {
   static uint32_t count = 0;
   auto& known = signs_[text];
-  if (!known) known = std::make_shared<Sign>(Sign{count++, finished(hash_of(text))});
+  if (!known) known = std::make_shared<Sign>(Sign{count++, finished(hash_of(mark))});
   return known;
 }
 
@@ -510,7 +521,8 @@ std::vector<Call> Divider::calls_of(const py::tuple& ops) {
     std::vector<Call> row;
     auto read = [&](int element, Py_ssize_t count) {
       Call call{place, element};
-      call.sign = sign_of(Reader(op, element, count, call).read());
+      auto [text, mark] = Reader(op, element, count, call).read();
+      call.sign = sign_of(text, mark);
       return call;
     };
     if (has_list_of_tensors(args.ptr()) && maps(get(op, fields().name).cast<std::string>(), op)) {

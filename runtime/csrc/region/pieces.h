@@ -15,7 +15,7 @@ namespace py = pybind11;
 // What decides an op's part of a program's text, but for the values that it takes and where views begin.
 struct Sign {
   uint32_t number;
-  uint64_t hash;  // the same in every process
+  uint64_t hash;  // of all but sizes; the same in every process
   // What its lowering says, once it was asked.
   bool is_known = false, has_checks = false;
   std::vector<uint32_t> used;  // of its run-time arguments
@@ -34,7 +34,7 @@ class Divider {
 
  private:
   bool maps(const std::string& name, py::handle op);
-  std::shared_ptr<Sign> sign_of(const std::string& text);
+  std::shared_ptr<Sign> sign_of(const std::string& text, const std::string& mark);
   std::vector<Call> calls_of(const py::tuple& ops);
   void learn(const std::vector<Call>& calls, const py::tuple& ops);
   int64_t identity_of(const std::string& text);
