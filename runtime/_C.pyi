@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import Backend
 
-from .ir.program import Base, Program
+from .ir.program import Base, Op, Program
 
 built_torch_version: str
 
@@ -29,6 +29,16 @@ class Plan:
     def run(self) -> str: ...
     def ready(self, executable: object) -> None: ...
     def failed(self, error: BaseException) -> None: ...
+
+class Divider:
+    """Divides programs into pieces (`runtime.partition.pieces`, which has what the two functions are asked)."""
+
+    def __init__(
+        self, maps: Callable[[Op], bool], facts: Callable[[list[tuple[Op, int]]], list[tuple[bool, list[int]]]]
+    ) -> None: ...
+    def divide(self, program: Program) -> list[tuple[Any, ...]]: ...
+
+def ends_of(hashes: Sequence[int]) -> list[int]: ...
 
 class Work:
     """One launch; answered once by `done` or `failed`.

@@ -96,7 +96,7 @@ class DryRun:
             self._layouts.note(program)
             return [program]
         try:
-            check = functools.partial(self._fragments().check_padding, program)
+            check = self._fragments().check_padding
             return [self._layouts.pad(program, [before.program], check).program]
         except Exception:  # noqa: BLE001 -- an engine would compile it as it is, too
             self._layouts.note(program)

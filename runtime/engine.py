@@ -25,7 +25,6 @@ from .compile.builder import Builder
 from .compile.compiler import Compiler, NotCompiledError
 from .compile.failing import failing
 from .compile.plan_cache import Plans
-from .compile.stock import Piece
 from .compile.tiers import FIRST_TIERS, SWEEPS
 from .compile.variants import NotBuiltError, RegionVariants, VariantBuilder
 from .device.client import Client
@@ -43,6 +42,7 @@ from .lowering.fragments import Fragments
 from .padding.arrays import PaddedExecutable, download
 from .padding.layout import Layouts, PaddedProgram
 from .partition.clusters import Clusters
+from .partition.pieces import Piece
 from .partition.split import ends_of_runs, split
 from .spmd.builder import SpmdBuilder
 from .spmd.regions import Collectives
@@ -61,7 +61,7 @@ class Engine:
     lowerings ask; `knob` gives the settings clusters, log, check, memory_limit, debug_nans, policy and
     num_compile_threads; `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors
     (see `Memory`). A `journal` hears of every program and of what became of it; `observers`, a list that may change,
-    hear of each program and launch, `planned` of each region's program.
+    hear of each program and launch, `planned` of each region's program, but for those that are made of known ones.
     `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
     `is_special` which of them do so as single values.
     """
@@ -125,7 +125,10 @@ class Engine:
         sweep, choices = (None, NullStore("programs are collected")) if journal else (SWEEPS.get(platform), store)
         # Ranks compute the same bits, each in its own time.
         first = None if journal or process_group else FIRST_TIERS.get(platform)
-        self._variants = VariantBuilder(self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first)
+        self._piece_layouts = Layouts(is_special)
+        self._variants = VariantBuilder(
+            self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first, self._pad_piece
+        )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)
         fitting = Fitting(self.fragments, counters, self._builder.executables, self.compiler.forget)
@@ -261,7 +264,8 @@ class Engine:
     ) -> Future[Any]:
         ready = RegionVariants(self._variants, program, clusters, device, pieces).start()
         self.counters.regions_planned += 1
-        self._planned(program)
+        if not pieces:
+            self._planned(program)
         return ready
 
     def _with_padding(self, padded: PaddedProgram, device: int) -> Future[Any]:
@@ -289,14 +293,24 @@ class Engine:
         if self._knob("debug_nans") != "off":  # what does not count may be NaN
             return None
 
-        check = functools.partial(self.fragments.check_padding, program)
         try:
-            padded = (self._layouts.pad_as if alone else self._layouts.pad)(program, others, check)
+            padded = (self._layouts.pad_as if alone else self._layouts.pad)(program, others, self.fragments.check_padding)
         except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
             self._refuse(program, error)
             return None
         self.counters.regions_padded += 1
         return padded
+
+    def _pad_piece(self, program: Program, others: Sequence[Program]) -> PaddedProgram | None:
+        """A piece of a region padded, with other sizes of it in view; None where that is not possible."""
+        if not self._knob("padding") or self._knob("debug_nans") != "off":
+            return None
+        try:
+            return self._piece_layouts.pad(program, others, self.fragments.check_padding)
+        except Exception as error:  # noqa: BLE001 -- as above
+            if "cluster" in self._knob("log"):
+                log.write(f"tpu: not padded: {error} (a piece of the region at {program.line})")
+            return None
 
     def _refuse(self, program: Program, error: BaseException) -> None:
         """Notes why a program is not padded."""

@@ -17,7 +17,7 @@ from torchtpu import config, metrics, startup
 from torchtpu.runtime import _C
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.ir.program import Program
-from torchtpu.runtime.partition.pieces import divide, ends_of, identity
+from torchtpu.runtime.partition.pieces import Divider
 
 
 @pytest.fixture
@@ -45,15 +45,18 @@ def in_whole(f: Callable[[], torch.Tensor]) -> torch.Tensor:
     return found
 
 
-def pieces_of(engine: Engine, program: Program) -> list[tuple[object, ...]]:
-    return [identity(part.program) for part in divide(program, engine.fragments)]
+@pytest.fixture
+def identities(engine: Engine) -> Callable[[Program], list[int]]:
+    """Which pieces a program is made of."""
+    divider = Divider(engine.fragments)
+    return lambda program: [piece.identity for piece in divider.divide(program)]
 
 
 def test_pieces_have_one_to_four_ops() -> None:
     rng = random.Random(0)
-    ends = [0, *ends_of([rng.randrange(1 << 64) for _ in range(1000)]), 1000]
+    ends = [0, *_C.ends_of([rng.randrange(1 << 64) for _ in range(1000)]), 1000]
     assert {b - a for a, b in itertools.pairwise(ends)} == {1, 2, 3, 4}
-    assert ends_of([3, 1, 4, 1, 5, 9, 2, 6]) == [3, 6]
+    assert _C.ends_of([3, 1, 4, 1, 5, 9, 2, 6]) == [3, 6]
 
 
 def test_streams_that_differ_at_their_beginning_are_soon_divided_alike() -> None:
@@ -61,42 +64,44 @@ def test_streams_that_differ_at_their_beginning_are_soon_divided_alike() -> None
     tail = [rng.randrange(1 << 64) for _ in range(500)]
     for count in range(1, 12):
         head = [rng.randrange(1 << 64) for _ in range(count)]
-        places = {end - count for end in ends_of(head + tail)}
-        missed = [end for end in ends_of(tail) if end not in places]
+        places = {end - count for end in _C.ends_of(head + tail)}
+        missed = [end for end in _C.ends_of(tail) if end not in places]
         assert all(end < 100 for end in missed if end < 490)
 
 
-def test_equal_bodies_are_the_same_pieces_however_many(engine: Engine) -> None:
-    def different(count: int) -> set[object]:
+def test_equal_bodies_are_the_same_pieces_however_many(identities: Callable[[Program], list[int]]) -> None:
+    def different(count: int) -> set[int]:
         with Record() as record:
             x, w = record.input(torch.zeros(4, 4)), record.input(torch.zeros(4, 4))
             for _ in range(count):
                 x = torch.relu(torch.mm(x, w) + x)
                 x = torch.mm(x * w, w)
-        return set(pieces_of(engine, record.program(x)))
+        return set(identities(record.program(x)))
 
     assert len(different(100)) == len(different(50)) <= len(different(3)) + 4
 
 
-def test_where_a_view_begins_is_no_part_of_a_piece(engine: Engine) -> None:
-    def pieces(place: int) -> list[tuple[object, ...]]:
+def test_where_a_view_begins_is_no_part_of_a_piece(identities: Callable[[Program], list[int]]) -> None:
+    def pieces(place: int) -> list[int]:
         with Record() as record:
             x, y = record.input(torch.zeros(9, 4)), record.input(torch.zeros(4))
             y = torch.relu(torch.mul(x[place], y))
-        return pieces_of(engine, record.program(y))
+        return identities(record.program(y))
 
     assert pieces(2) == pieces(7)
 
 
-def test_numbers_that_only_compare_equal_are_not_the_same(engine: Engine) -> None:
+def test_numbers_that_only_compare_equal_are_not_the_same() -> None:
+    divider = _C.Divider(lambda op: False, lambda calls: [(False, [0])] * len(calls))
+
     def program(number: object) -> Program:
         with Record() as record:
             y = torch.neg(record.input(torch.zeros(4)))
         (op,) = record.program(y).ops
         return replace(record.program(y), ops=(replace(op, args=(*op.args, number)),))
 
-    numbers = (0.0, -0.0, 0, False, 1.0, 1, True)
-    assert len({identity(program(number)) for number in numbers}) == len(numbers)
+    numbers = (0.0, -0.0, 0, False, 1.0, 1, True, 1 << 62, 1 << 64, -(1 << 64), "1", None)
+    assert len({divider.divide(program(number))[0][0] for number in numbers}) == len(numbers)
 
 
 def test_signs_of_zero_reach_the_device(in_pieces: None) -> None:
@@ -113,7 +118,8 @@ def test_what_nobody_needs_is_in_no_piece(engine: Engine) -> None:
         y = torch.neg(x)
         for _ in range(20):
             torch.relu(x)
-    assert sum(len(part.program.ops) for part in divide(record.program(y), engine.fragments)) == 1
+    pieces = Divider(engine.fragments).divide(record.program(y))
+    assert [len(piece.program.ops) for piece in pieces] == [piece.num_ops for piece in pieces] == [1]
 
 
 def test_a_list_that_grows_compiles_nothing_in_the_end() -> None:
@@ -144,6 +150,42 @@ def test_a_loop_of_equal_bodies_costs_one_body() -> None:
     assert add(60) <= 12
     _C.forget_streams()
     assert add(61) <= 8  # the lengths of what is read
+
+
+def test_pieces_that_come_with_other_sizes_serve_all_that_have_the_same_capacity() -> None:
+    def episode(length: int, device: str) -> torch.Tensor:
+        returns = torch.linspace(1, 0, length).to(device)
+        returns = (returns - returns.mean()) / (returns.std() + 1e-6)
+        terms = [torch.tanh(returns[i] * (i + 1.0)) for i in range(length)]
+        return torch.stack([term * 2 + 1 for term in terms[:5]]).sum() + returns[length // 2]
+
+    _C.forget_streams()
+    lengths = [40, 41, 45, 37, 52, 50, 43, 60, 39, 57, 48, 36, 55, 47, 59, 62]
+    for number, length in enumerate(lengths):
+        if number == 10:
+            before = metrics.snapshot()["programs_compiled"]
+        torch.testing.assert_close(episode(length, "tpu").cpu(), episode(length, "cpu"), rtol=1e-5, atol=1e-5)
+    assert metrics.snapshot()["programs_compiled"] == before
+
+
+def test_rows_of_an_array_whose_length_changes_are_read_by_one_program(in_pieces: None) -> None:
+    def rows(length: int) -> None:
+        x = torch.arange(3.0 * length).view(length, 3)
+        on_device = x.to("tpu")
+        y = torch.zeros(3, device="tpu")
+        for i in range(0, length, 2):
+            y = torch.relu(y * 0.5 + on_device[i])
+        expected = torch.zeros(3)
+        for i in range(0, length, 2):
+            expected = torch.relu(expected * 0.5 + x[i])
+        torch.testing.assert_close(y.cpu(), expected)
+
+    for length in (17, 18, 20, 22):
+        rows(length)
+    before = metrics.snapshot()["programs_compiled"]
+    for length in (24, 26, 28, 30):
+        rows(length)
+    assert metrics.snapshot()["programs_compiled"] == before
 
 
 def test_an_error_names_the_line_of_its_own_region(in_pieces: None) -> None:
@@ -204,14 +246,12 @@ def test_a_training_step_in_pieces_is_that_of_the_cpu(in_pieces: None) -> None:
     torch.testing.assert_close(train("tpu"), train("cpu"), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.bailouts("forms", "pieces")
+@pytest.mark.bailouts("variants", "pieces")
 def test_a_piece_that_cannot_be_lowered_leaves_the_whole(monkeypatch: pytest.MonkeyPatch, in_pieces: None) -> None:
-    from torchtpu.runtime.compile import variants
-
     def refuse(*_: object) -> None:
         raise RuntimeError("no pieces today")
 
-    monkeypatch.setattr(variants, "divide", refuse)
+    monkeypatch.setattr(Divider, "divide", refuse)
     x = torch.ones(3, device="tpu")
     for _ in range(9):
         x = torch.relu(x + 1)

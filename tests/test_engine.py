@@ -29,7 +29,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 KNOBS: dict[str, Any] = {
     "clusters": True, "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0,
     "num_compile_threads": 1, "policy": "background", "deterministic": False, "sweep": False, "tiers": "off",
-    "max_programs": 1024, "max_fragments": 16384, "check": "off",
+    "max_programs": 1024, "max_fragments": 16384, "check": "off", "padding": True,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -495,3 +496,97 @@ def test_pools_of_a_changing_batch_are_padded_forward_and_backward(pool: Callabl
     compiled, padded = same_on_both(loop)
     assert padded == 4
     assert compiled <= 3
+
+
+# ---- loops that never read
+
+
+def laps_cut() -> int:
+    found: int = metrics.snapshot()["cuts"].get("lap", 0)
+    return found
+
+
+@torch.no_grad()
+def generate(device: str, lengths: list[int]) -> list[Tensor]:
+    """Tokens, of which none is read before the last one is made."""
+    table = torch.linspace(-1, 1, 16 * 8).reshape(16, 8).to(device)
+    weight, made = torch.linspace(-1, 1, 64).reshape(8, 8).to(device), []
+    for length in lengths:
+        tokens = torch.zeros(1, 3, dtype=torch.long, device=device)
+        for _ in range(length):
+            x = F.embedding(tokens, table) @ weight
+            x = torch.softmax(x @ x.mT, -1) @ x
+            tokens = torch.cat([tokens, (x[:, -1] @ table.t()).argmax(-1, keepdim=True)], 1)
+        made.append(tokens.cpu())
+    return made
+
+
+def test_a_loop_that_never_reads_is_cut_lap_by_lap_where_its_sizes_change() -> None:
+    before = laps_cut()
+    compiled, padded = same_on_both(lambda device: generate(device, [9, 12, 10, 14, 11]))
+    assert laps_cut() - before >= 40
+    assert compiled <= 8
+    assert padded >= 8
+
+
+def test_layers_of_different_widths_are_no_laps() -> None:
+    before = laps_cut()
+
+    def network(device: str) -> list[Tensor]:
+        widths = [64, 48, 32, 24, 16, 12, 8, 6, 4, 2]
+        x = torch.linspace(-1, 1, 3 * 64).reshape(3, 64).to(device)
+        for rows, columns in itertools.pairwise(widths):
+            weight = torch.linspace(-1, 1, rows * columns).reshape(columns, rows).to(device)
+            x = (torch.tanh(F.linear(x, weight)) * 1.5).relu() + 0.1
+        return [x.cpu()]
+
+    same_on_both(network)
+    assert laps_cut() == before
+
+
+def test_laps_that_keep_all_they_make_for_later_are_one_region() -> None:
+    before = laps_cut()
+
+    def loop(device: str) -> list[Tensor]:
+        weight = torch.linspace(-1, 1, 16).reshape(4, 4).to(device).requires_grad_()
+        x = torch.linspace(-1, 1, 8).reshape(2, 4).to(device)
+        for _ in range(10):
+            y = torch.tanh(x @ weight).softmax(0) * 2
+            x = torch.cat([x, y[-1:]])
+        x.square().sum().backward()
+        assert weight.grad is not None
+        return [weight.grad.cpu()]
+
+    same_on_both(loop, rtol=1e-4, atol=1e-5)
+    assert laps_cut() == before
+
+
+def test_what_laps_draw_and_keep_is_what_the_whole_would() -> None:
+    def loop(device: str, *, is_cut: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        x, kept = torch.ones(3, 4, device=device), []
+        for i in range(12):
+            noise = F.dropout(torch.exp(x * 0.1), 0.5)
+            x = torch.cat([x, noise.sum(0, keepdim=True).clamp(max=2.0) * (1 + i)])
+            kept.append(noise)
+            if not is_cut:
+                x[0, 0].item()
+        return [x.cpu(), *(k.cpu() for k in kept)]
+
+    before = laps_cut()
+    found = loop("tpu", is_cut=True)
+    assert laps_cut() > before
+    for a, b in zip(found, loop("tpu", is_cut=False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_lap_that_fails_names_its_line_and_leaves_what_was_before() -> None:
+    x, steps = torch.zeros(2, 4, device="tpu"), torch.zeros(4, device="tpu")
+    with pytest.raises(IndexError, match=r"test_growth\.py:\d+"):
+        for i in range(12):
+            index = torch.full((1,), 40 if i == 8 else 0, device="tpu")
+            row = torch.tanh(x).index_select(0, index).clone()
+            x = torch.cat([x, row * 1.5 + 0.5])
+            steps += 1
+        x.sum().item()
+    assert steps.tolist() == [8.0] * 4

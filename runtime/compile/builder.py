@@ -16,6 +16,8 @@ from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.ir.calls import full_name, results_of
 from torchtpu.runtime.ir.manifest import Journal, ProgramOutcome
 from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.padding.arrays import PaddedExecutable
+from torchtpu.runtime.padding.layout import PaddedProgram
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
@@ -87,6 +89,10 @@ class Builder:
 
         _, plan, about, flight = build
         return Executable(self._client, plan, flight.result(), device, about, make_flat if plan.offsets else None)
+
+    def padded(self, padded: PaddedProgram, executable: Executable) -> PaddedExecutable:
+        """What launches a padded program, which `executable` runs, as it was recorded."""
+        return PaddedExecutable(self._client, self._counters, padded, executable)
 
     def executable_of(self, program: Program, device: int) -> Executable:
         """A program's executable; waits for it."""

@@ -1,6 +1,7 @@
 """The stock of pieces: in come parts of any region, out go their executables, of which equal parts share the program.
 
-A piece is lowered and compiled for the region that first has it. What names source lines, for errors and reports, is
+A piece is lowered and compiled for the region that first has it; one that comes
+with other sizes is padded, where that is possible. What names source lines, for errors and reports, is
 each region's own.
 """
 
@@ -10,13 +11,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from torchtpu.runtime.execute.executable import Executable
+from torchtpu.runtime.execute.executable import Launchable
 from torchtpu.runtime.ir.program import Program
-from torchtpu.runtime.partition.pieces import identity
-from torchtpu.runtime.partition.split import Part
+from torchtpu.runtime.padding.layout import PaddedProgram, shape_agnostic_signature
+from torchtpu.runtime.partition.pieces import Divider, Piece
 
 from .builder import Build, Builder, about_of
 from .compiler import Compiler
@@ -24,33 +25,48 @@ from .plan_cache import Plan, Plans
 from .tiers import FirstTier
 
 _MOST_PLACES = 1 << 14  # source lines that are remembered
+_MOST_SIZES = 3  # of one piece that are remembered
+
+Pad = Callable[[Program, Sequence[Program]], PaddedProgram | None]
 
 
-class Piece(NamedTuple):
-    """A part of a region: the identity that it shares with others, and their plan."""
+class _Known(NamedTuple):
+    """What equal pieces have in common: their plan, that of the padded form where there is one, and how much longer a
+    launch takes than with the usual options."""
 
-    part: Part
-    identity: tuple[Any, ...]
     plan: Plan
+    padded: PaddedProgram | None
+    loss_ms: float
 
 
 class Stock:
     """What is known of pieces in this process, at most `capacity` of them; none where there is no `first` tier."""
 
     def __init__(
-        self, builder: Builder, plans: Plans, compiler: Compiler, first: FirstTier | None, capacity: Callable[[], int]
+        self,
+        builder: Builder,
+        plans: Plans,
+        compiler: Compiler,
+        first: FirstTier | None,
+        capacity: Callable[[], int],
+        pad: Pad,
     ) -> None:
         self._builder = builder
         self._plans = plans
         self._compiler = compiler
         self._first = first
         self._capacity = capacity
+        self._pad = pad
+        self._divider = Divider(plans.fragments)
         self._lock = threading.Lock()  # guards what follows
-        self._known: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-        self._programs: OrderedDict[tuple[Any, ...], Program] = OrderedDict()  # those with their lines
+        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._forms: OrderedDict[int, PaddedProgram | None] = OrderedDict()  # by identity
+        self._sizes: OrderedDict[str, list[Program]] = OrderedDict()  # pieces that differ in sizes, the latest first
+        self._padded: OrderedDict[Program, Plan] = OrderedDict()
         self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
-        self._executables: WeakValueDictionary[tuple[Any, ...], Executable] = WeakValueDictionary()
+        # What is in use, by identity, device and lines.
+        self._executables: WeakValueDictionary[tuple[int, int, tuple[str, ...]], Launchable] = WeakValueDictionary()
 
     def visits(self, line: str) -> int:
         """How many new regions have ended on this line."""
@@ -82,68 +98,107 @@ class Stock:
             while len(self._undivided) > self._capacity():
                 self._undivided.popitem(last=False)
 
-    def missing(self, parts: Sequence[Part]) -> int:
-        """How many ops the different pieces among these have that no region of this process had before."""
-        with self._lock:
-            new = {identity(part.program): part.program for part in parts}
-            new = {key: program for key, program in new.items() if key not in self._known}
-        return sum(len(program.ops) for program in new.values())
+    def divide(self, program: Program) -> list[Piece]:
+        """The pieces of a program, in order; none where no op of it is needed."""
+        return self._divider.divide(program)
 
-    def find(self, parts: Sequence[Part]) -> list[Piece]:
-        """The parts with their plans; raises what lowering raises."""
-        found = []
-        for part in parts:
-            key = identity(part.program)
-            with self._lock:
-                plan = self._known.get(key)
-                if plan is not None:
-                    self._known.move_to_end(key)
-                part = replace(part, program=self._programs.setdefault((key, lines_of(part.program)), part.program))
-                while len(self._programs) > 4 * self._capacity():
-                    self._programs.popitem(last=False)
-            if plan is None:
-                plan = self._builder.find(part.program)
-                if self._first is not None and not self._first.is_large(part.program):
-                    plan = self._under_first(plan)
-                with self._lock:
-                    self._known[key] = plan
-                    while len(self._known) > self._capacity():
-                        self._known.popitem(last=False)
-            found.append(Piece(part, key, plan))
-        return found
+    def missing(self, pieces: Sequence[Piece]) -> int:
+        """How many ops the different pieces among these have whose programs no region of this process had before."""
+        return sum(p.num_ops for p in {p.identity: p for p in pieces}.values() if self._recall(p) is None)
+
+    def loss_ms(self, pieces: Sequence[Piece]) -> float:
+        """How much longer these take, each launched once, than with the usual options; raises what lowering raises."""
+        return sum(self._find(piece).loss_ms for piece in pieces)
+
+    def _recall(self, piece: Piece) -> _Known | None:
+        """What is known of a piece, or of its padded form."""
+        with self._lock:
+            known = self._known.get(piece.identity)
+            if known is not None:
+                self._known.move_to_end(piece.identity)
+                return known
+        padded = self._form_of(piece)
+        if padded is None:
+            return None
+        with self._lock:
+            plan = self._padded.get(padded.program)
+        return plan and self._keep(piece, plan, padded)
+
+    def _find(self, piece: Piece) -> _Known:
+        """The same; lowers a new one."""
+        known = self._recall(piece)
+        if known is not None:
+            return known
+        padded = self._form_of(piece)
+        plan = self._builder.find(padded.program if padded else piece.program)
+        if self._first is not None and not self._first.is_large(piece.program):
+            plan = self._under_first(plan)
+        return self._keep(piece, plan, padded)
+
+    def _keep(self, piece: Piece, plan: Plan, padded: PaddedProgram | None) -> _Known:
+        known = _Known(plan, padded, self._first.loss_ms(piece.program) if self._first else 0.0)
+        with self._lock:
+            self._known[piece.identity] = known
+            self._forms.pop(piece.identity, None)
+            if padded is not None:
+                self._padded[padded.program] = plan
+            for kept in (self._known, self._padded):
+                while len(kept) > self._capacity():
+                    kept.popitem(last=False)
+        return known
+
+    def _form_of(self, piece: Piece) -> PaddedProgram | None:
+        """The padded form of a piece that came with other sizes before; None where there is none."""
+        with self._lock:
+            if piece.identity in self._forms:
+                return self._forms[piece.identity]
+        program = piece.program
+        signature = shape_agnostic_signature(program)
+        with self._lock:
+            others = list(self._sizes.get(signature, ()))
+        padded = self._pad(program, others) if others else None
+        with self._lock:
+            self._forms[piece.identity] = padded
+            self._sizes[signature] = [program, *others][:_MOST_SIZES]
+            self._sizes.move_to_end(signature)
+            for kept in (self._forms, self._sizes):
+                while len(kept) > self._capacity():
+                    kept.popitem(last=False)
+        return padded
 
     def _under_first(self, plan: Plan) -> Plan:
         return self._plans.under(plan, self._first.options) if self._first else plan
 
     def has(self, piece: Piece, device: int) -> bool:
         """Whether a piece's program is there without being compiled."""
-        return self._compiler.has(piece.plan, device)
+        return self._compiler.has(self._find(piece).plan, device)
 
-    def submit(self, pieces: Sequence[Piece], device: int) -> dict[tuple[Any, ...], Build]:
-        """Has the different programs of these pieces compiled, the smallest first."""
-        different = {piece.identity: piece for piece in pieces}
+    def in_use(self, pieces: Sequence[Piece], device: int) -> list[Launchable] | None:
+        """What launches the pieces, where other regions are launching it; None where a piece is not in use."""
+        found = [self._executables.get((piece.identity, device, piece.lines)) for piece in pieces]
+        in_use = [executable for executable in found if executable is not None]
+        return in_use if len(in_use) == len(found) else None
+
+    def submit(self, pieces: Sequence[Piece], device: int) -> dict[int, Build]:
+        """Has the different programs of these pieces compiled, the smallest first; by identity."""
+        different = sorted({piece.identity: piece for piece in pieces}.values(), key=lambda piece: piece.num_ops)
+        known = {piece.identity: (piece, self._find(piece)) for piece in different}
         return {
-            key: self._builder.submit(piece.part.program, piece.plan, device)
-            for key, piece in sorted(different.items(), key=lambda entry: len(entry[1].part.program.ops))
+            identity: self._builder.submit(padded.program if padded else piece.program, plan, device)
+            for identity, (piece, (plan, padded, _)) in known.items()
         }
 
-    def executable(self, piece: Piece, build: Build, device: int) -> Executable:
+    def executable(self, piece: Piece, build: Build, device: int) -> Launchable:
         """What launches a piece where it stands, once its program is compiled; raises why it is not."""
-        program = piece.part.program
-        key = piece.identity, device, lines_of(program)
+        key = piece.identity, device, piece.lines
         known = self._executables.get(key)
-        if known is None or known.loaded is not build.flight.result():
-            plan = replace(
-                piece.plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in piece.plan.checks)
-            )
-            own = Build(program, plan, about_of(program, plan), build.flight)
-            known = self._executables[key] = self._builder.executable(own, device)
+        if known is None or getattr(known, "loaded", None) is not build.flight.result():
+            program, plan = piece.program, build.plan
+            plan = replace(plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in plan.checks))
+            own = Build(build.program, plan, about_of(program, plan), build.flight)
+            made, padded = self._builder.executable(own, device), self._find(piece).padded
+            known = self._executables[key] = self._builder.padded(padded, made) if padded else made
         return known
-
-
-def lines_of(program: Program) -> tuple[str, ...]:
-    """What equal pieces of different regions differ in."""
-    return program.line, *(op.line for op in program.ops)
 
 
 def _line(program: Program, place: int) -> str:

@@ -26,8 +26,9 @@ class FirstTier(NamedTuple):
     of the first tier to run meanwhile.
 
     A region of at least `least_ops` ops is made of pieces where those that are new have at most `most_missing` of the
-    ops that would have to be compiled otherwise; where these are more than `most_ops`, or more than `most_visits` new
-    regions have ended on the region's line, at most as many.
+    ops that would have to be compiled otherwise, or where these are more than `most_ops`, at most as many. Where more
+    than `most_visits` new regions have ended on the region's line, these are all ops of the region: what is there of
+    the whole is not asked.
     """
 
     options: Options
@@ -52,17 +53,19 @@ class FirstTier(NamedTuple):
 
     def is_large(self, program: Program) -> bool:
         """Whether a piece is compiled with the usual options from the beginning."""
-        return self.large_launches * self.loss_ms(program, 1) >= self.price_ms(program)
+        return self.large_launches * self.loss_ms(program) >= self.price_ms(program)
+
+    def is_paid_at_once(self, program: Program) -> bool:
+        """Whether one launch pays for the usual options."""
+        return self.loss_ms(program) >= self.price_ms(program)
 
     def price_ms(self, program: Program) -> float:
         """How long the program compiles with the usual options, about."""
         return self.program_ms + self.op_ms * len(program.ops)
 
-    def loss_ms(self, program: Program, launches: int) -> float:
-        """How much longer than with them it takes, in so many launches, about."""
-        return self.launch_us * 1e-3 * (launches - 1) + sum(
-            self.op_us * 1e-3 + self._element_ns(op) * 1e-6 * _made(op) for op in program.ops
-        )
+    def loss_ms(self, program: Program) -> float:
+        """How much longer than with them it takes, in one launch, about."""
+        return sum(self.op_us * 1e-3 + self._element_ns(op) * 1e-6 * _made(op) for op in program.ops)
 
     def _element_ns(self, op: Op) -> float:
         return self.drawn_ns if any(isinstance(argument, Random) for argument in op.args) else self.element_ns

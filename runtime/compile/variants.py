@@ -24,7 +24,7 @@ from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition.clusters import Clusters
-from torchtpu.runtime.partition.pieces import divide
+from torchtpu.runtime.partition.pieces import Piece
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
 
@@ -32,7 +32,7 @@ from .builder import Build, Builder
 from .compiler import Compiler, NotCompiledError
 from .failing import failing
 from .plan_cache import Plan, Plans
-from .stock import Piece, Stock
+from .stock import Pad, Stock
 from .tiers import FirstTier, Sweep
 
 _WHOLE = "whole"
@@ -62,6 +62,7 @@ class VariantBuilder:
         knob: Callable[[str], Any],
         sweep: Sweep | None,
         first: FirstTier | None,
+        pad: Pad,
     ) -> None:
         self.builder = builder
         self.plans = plans
@@ -71,17 +72,19 @@ class VariantBuilder:
         self.knob = knob
         self.sweep = sweep
         self.first = first
-        self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"))
+        self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"), pad)
         self.refused: set[str] = set()
 
     def known_pieces(self, program: Program, device: int) -> list[Piece]:
-        """The pieces of a region for which nothing has to be lowered: new regions keep ending on its line, and it is
-        made of what others were made of. None where that is not so."""
+        """The pieces of a region that is not looked at as a whole: new regions keep ending on its line, and it is made
+        of what others were made of, for the most part. None where that is not so."""
         first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
         if first is None or not (visits > first.most_visits or is_forced) or not first.may_divide(program, is_forced):
             return []
-        parts = divide(program, self.plans.fragments)
-        return [] if self.stock.missing(parts) else self._there(self.stock.find(parts), device)
+        pieces = self.stock.divide(program)
+        missing = self.stock.missing(pieces)
+        is_known = missing <= first.most_missing * len(program.ops) and not first.is_paid_at_once(program)
+        return self._there(pieces, device) if not missing or is_known or is_forced else []
 
     def new_pieces(self, program: Program, usual: list[tuple[Program, Plan]], device: int) -> list[Piece]:
         """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""
@@ -91,12 +94,12 @@ class VariantBuilder:
         undivided = self.stock.missing_undivided(usual)
         if not undivided and not is_forced:
             return []
-        parts = divide(program, self.plans.fragments)
+        pieces = self.stock.divide(program)
         is_often_new = self.stock.visits(program.line) > first.most_visits
         most = undivided if is_often_new or undivided > first.most_ops else first.most_missing * undivided
-        if self.stock.missing(parts) > most and not is_forced:
+        if self.stock.missing(pieces) > most and not is_forced:
             return []
-        return self._there(self.stock.find(parts), device)
+        return self._there(pieces, device)
 
     def _there(self, pieces: list[Piece], device: int) -> list[Piece]:
         """The pieces, but for those that would have to be compiled where nothing may be."""
@@ -133,7 +136,7 @@ class RegionVariants:
         self._first = None if builder.knob("tiers") == "off" else builder.first
         self._pieces = pieces
         self._price_ms = self._first.price_ms(program) if self._first else 0.0
-        self._loss_ms = self._first.loss_ms(program, 1) if self._first else 0.0
+        self._loss_ms = self._loss_of(pieces)
         self._compile_ms: dict[Config, float] = {}
         self._digests: dict[Config, list[str]] = {}  # of the programs of each variant
         self._tried = 0  # options
@@ -159,11 +162,11 @@ class RegionVariants:
                 found, config, untried = self._found(known) if _WHOLE in known else usual, known, []
             elif usual and self._begins_in_first_tier(usual):
                 config = FIRST
-                self._pieces = self._builder.new_pieces(self._program, usual, self._device)
-                if not self._pieces:
+                pieces = self._builder.new_pieces(self._program, usual, self._device)
+                self._loss_ms, self._pieces = self._loss_of(pieces), pieces
+                if not pieces:
                     self._builder.stock.keep_undivided(usual)
-        if self._first and self._pieces:
-            self._loss_ms = self._first.loss_ms(self._program, len(self._pieces))
+        if self._pieces:
             self._builder.counters.regions_in_pieces += 1
         ready: Future[Any] = Future()
 
@@ -188,6 +191,14 @@ class RegionVariants:
 
         self._submitted(config, found).add_done_callback(give_first)
         return ready
+
+    def _loss_of(self, pieces: list[Piece]) -> float:
+        """How much longer a launch in the first tier, of these pieces if any, takes than with the usual options."""
+        if self._first is None:
+            return 0.0
+        if not pieces:
+            return self._first.loss_ms(self._program)
+        return self._first.launch_us * 1e-3 * (len(pieces) - 1) + self._builder.stock.loss_ms(pieces)
 
     # what the autotuner asks
 
@@ -341,7 +352,10 @@ class RegionVariants:
         """The pieces, compiled; it fails with an `NotBuiltError`."""
         stock, device, made, pieces = self._builder.stock, self._device, Future[Any](), self._pieces
         self._digests[FIRST] = []  # other regions share them
-        self._pieces = []  # once is enough
+        in_use = stock.in_use(pieces, device)
+        if in_use is not None:
+            made.set_result(Parts(self._program, pieces, in_use.__getitem__))
+            return made
         builds = stock.submit(pieces, device)
 
         def tell() -> None:
@@ -355,8 +369,7 @@ class RegionVariants:
                 if made.done():
                     return
             with failing(made.set_exception):
-                parts = [piece.part for piece in pieces]
-                made.set_result(Parts(self._program, parts, executables.__getitem__))
+                made.set_result(Parts(self._program, pieces, executables.__getitem__))
 
         _when_all(list(builds.values()), tell)
         return made

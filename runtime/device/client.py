@@ -187,7 +187,7 @@ class Client:
     def handlers(self, avals: Sequence[Aval], device: int) -> list[Any]:
         """What makes arrays of a launch's outputs; made once per executable."""
         return [
-            _jax.array_result_handler(_aval(shape, dtype), self._shardings[device], True, **_UNCHECKED)  # noqa: FBT003
+            _jax.array_result_handler(_aval(shape, dtype), self._shardings[device], True, **_UNCHECKED)
             for shape, dtype in avals
         ]
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
-
 from torchtpu.runtime.device.client import Aval, Client
 from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.device.sizes import nbytes_of
@@ -81,6 +79,14 @@ class LaunchContext(Protocol):
     def parts_that_fit(self, work: Any, executable: Fitted) -> Parts | None:
         """What to launch instead of what does not fit into memory; None where it does."""
 
+    def may_launch_directly(self, work: Any) -> bool:
+        """Whether nobody hears of the work's launches, and each has run when it returns."""
+
+    def launch_directly(
+        self, executable: Executable, arrays: list[Any], floats: list[float], ints: list[int], device: int
+    ) -> list[Any]:
+        """The outputs of a plain program whose inputs are all there; raises what the launch raises."""
+
     def run_alone(self, work: Any, executable: Executable) -> None:
         """Runs what does not depend on failed inputs of a program that no other rank takes part in."""
 
@@ -117,8 +123,8 @@ class Executable:
     """A loaded program with all that a launch needs of it."""
 
     __slots__ = (
-        "__weakref__", "_flat", "_make_flat", "about", "checks", "common", "fitted", "floats", "handlers",
-        "has_one_own", "inputs", "ints", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
+        "__weakref__", "_flat", "_make_flat", "about", "checks", "common", "fitted", "handlers",
+        "has_one_own", "inputs", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
     )  # fmt: skip
 
     meets_others = False
@@ -147,7 +153,6 @@ class Executable:
         numbers = {sources: kind for kind, sources in enumerate(self.kinds)}
         self.kind_of = [numbers[sources] for sources in plan.sources]
         self.is_fresh = True  # until a launch has checked its arguments and logged where the program came from
-        self.floats, self.ints = _RuntimeNumbers(), _RuntimeNumbers()
         self.fitted: dict[int, Parts] = {}  # what is launched instead, by memory limit
         self._make_flat = make_flat
         self._flat: Executable | None = None
@@ -171,6 +176,11 @@ class Executable:
                 parts.run(work, context.launch)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing is asked of a launch but its outputs, and there has been one."""
+        return not self.checks and not self.is_fresh
+
+    @property
     def is_prompt(self) -> bool:
         """Whether `at` makes nothing."""
         return not self.offsets or self._flat is not None
@@ -189,19 +199,3 @@ class Executable:
         """What a launch takes beside arguments and outputs: temporaries, and donated memory that no output reuses."""
         donated = sum(nbytes_of(argument) for argument in arguments if argument.is_deleted())
         return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
-
-
-class _RuntimeNumbers:
-    """A program's run-time numbers on its device: uploaded where they are not those of its last launch."""
-
-    __slots__ = ("_array", "_data")
-
-    def __init__(self) -> None:
-        self._data: bytes | None = None
-        self._array: Any = None
-
-    def array(self, client: Client, numbers: torch.Tensor, device: int) -> Any:
-        data = numbers.numpy().tobytes()
-        if data != self._data:
-            self._data, self._array = data, client.upload(numbers, device)
-        return self._array

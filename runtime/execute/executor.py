@@ -29,6 +29,7 @@ from .executable import Executable, Fitted
 from .fitting import Fitting
 from .memory import Memory, PendingLaunch
 from .recovery import OpFailedError, Recovery, first_too_large
+from .runtime_numbers import RuntimeNumbers
 from .sequence import Sequence as Parts
 
 Settle = Callable[[Any, Exception, int | None], None]
@@ -54,6 +55,7 @@ class Executor:
         self._memory = memory
         self._fitting = fitting
         self._recovery = recovery(self.launch)
+        self._numbers = RuntimeNumbers(client)
         self._lock = threading.Lock()  # guards what follows; nothing waits under it
         self._outcomes: list[deque[CheckResults]] = [deque() for _ in client.devices]  # not known when last looked at
         self._failed: list[list[CheckResults]] = [[] for _ in client.devices]  # not raised when last looked at
@@ -77,6 +79,25 @@ class Executor:
         if PaddedArray.exist and not executable.takes_padding and not isinstance(work, PaddedWork):
             work = without_surplus(self._client, self.counters, work)
         executable.launch(work, self)
+
+    def may_launch_directly(self, work: Any) -> bool:
+        """Whether nobody hears of the work's launches, and each has run when it returns."""
+        is_watched = self.observers or "launch" in self._knob("log") or self._memory.limit(work.device)
+        return self._client.runs_at_once and not is_watched
+
+    def launch_directly(
+        self, executable: Executable, arrays: list[Any], floats: list[float], ints: list[int], device: int
+    ) -> list[Any]:
+        """The outputs of a plain program whose inputs are all there; raises what the launch raises."""
+        if executable.offsets:
+            executable = executable.at(ints)
+        if floats:
+            arrays.append(self._numbers.of_floats(floats, device))
+        if ints:
+            arrays.append(self._numbers.of_ints(ints, device))
+        outputs, _ = self._client.execute(executable.run, arrays, executable.handlers)
+        self.counters.launches += 1
+        return outputs
 
     def catching(self, work: Any) -> _Caught:
         """Within it the work is given what is raised."""
@@ -143,9 +164,7 @@ class Executor:
         arguments = work.inputs()
         if failed:
             self._give_zeros(work, executable, arguments, failed)
-        for known, numbers in ((executable.floats, work.floats), (executable.ints, work.ints)):
-            if numbers is not None:
-                arguments.append(known.array(client, numbers, device))
+        arguments += [self._numbers.array(n, device) for n in (work.floats, work.ints) if n is not None]
         if executable.is_fresh:
             _check_arguments(client, executable, arguments)
         pending = unsettled(work.guards())

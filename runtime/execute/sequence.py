@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 import torch
 
 from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.ir.values import bases_of, roots_of, size_of
+from torchtpu.runtime.padding.arrays import PaddedArray
 from torchtpu.runtime.partition.split import Part
 
 Restored = tuple[Base, Any, Any]
@@ -62,7 +64,7 @@ class Sequence:
     @functools.cached_property
     def is_prompt(self) -> bool:
         """Whether no part may have to be made at its launch, for an offset that nobody expected."""
-        return not any(getattr(self._executable_of(number), "offsets", True) for number in range(len(self.parts)))
+        return all(getattr(self._executable_of(number), "is_prompt", False) for number in range(len(self.parts)))
 
     @functools.cached_property
     def about(self) -> Any:
@@ -73,21 +75,34 @@ class Sequence:
         """Runs the parts, or others that fit into memory; `context` is that of an executable's launch."""
         with context.recovering(work, self):
             fitting = context.parts_that_fit(work, self)
-            (self if fitting is None else fitting).run(work, context.launch)
+            (self if fitting is None else fitting).run(work, context.launch, context)
 
-    def run(self, work: Any, launch: Callable[[Any], None], blamed: Exception | None = None) -> None:
+    def run(
+        self, work: Any, launch: Callable[[Any], None], context: Any = None, blamed: Exception | None = None
+    ) -> None:
         """Launches the parts in order; tells the work what came of it. A part that fails does so with the error that is
-        `blamed`, where there is one."""
-        self.go_on(self.begin(work, blamed), 0, launch)
+        `blamed`, where there is one. With a `context` what nothing is asked of but its outputs is launched directly."""
+        direct = DirectLauncher(work, context) if context is not None and context.may_launch_directly(work) else None
+        self.go_on(self.begin(work, blamed), 0, launch, direct)
 
     def begin(self, work: Any, blamed: Exception | None = None) -> State:
         """What is known before the first part."""
         return State(work, blamed)
 
-    def go_on(self, state: State, first: int, launch: Callable[[Any], None]) -> None:
+    def go_on(
+        self, state: State, first: int, launch: Callable[[Any], None], direct: DirectLauncher | None = None
+    ) -> None:
         """Launches the parts from the first of these on; tells the work what came of all."""
         for number in range(first, len(self.parts)):
-            launch(self.part_work(state, number))
+            executable = self._executable_of(number)
+            if direct is not None and direct.may_launch(state, self.parts[number], executable):
+                try:
+                    direct.launch(state, self.parts[number], executable)
+                except BaseException:
+                    with direct.context.recovering(self.part_work(state, number), executable):
+                        raise
+            else:
+                launch(self.part_work(state, number))
             self.forget(state, number)
         self.finish(state)
 
@@ -150,11 +165,43 @@ class State:
         self.guards = {~i: guard for guard, inputs in work.guards() for i in _bits(inputs)}
         self.errors = {~i: error for error, inputs in work.errors() for i in _bits(inputs)}
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing has failed, or may turn out to have."""
+        return not (self.errors or self.guards) and self.stopped_by is None
+
     def forget(self, value: int) -> None:
         """Lets go of a value."""
         self.arrays.pop(value, None)
         self.guards.pop(value, None)
         self.errors.pop(value, None)
+
+
+class DirectLauncher:
+    """Launches parts of which nothing is asked but their outputs; raises what a launch raises."""
+
+    def __init__(self, work: Any, context: Any) -> None:
+        self.context = context
+        self._floats: Items[float] = work.floats.tolist() if work.floats is not None else ()
+        self._ints: Items[int] = work.ints.tolist() if work.ints is not None else ()
+
+    def may_launch(self, state: State, part: Part, executable: Any) -> bool:
+        """Whether a part takes what the state has as it is, and nothing has failed."""
+        if not getattr(executable, "is_plain", False) or not state.is_sound:
+            return False
+        return not PaddedArray.exist or not any(isinstance(state.arrays[value], PaddedArray) for value in part.inputs)
+
+    def launch(self, state: State, part: Part, executable: Any) -> None:
+        """Launches one, with what the state has, and gives it the outputs."""
+        arrays = state.arrays
+        made = self.context.launch_directly(
+            executable,
+            [arrays[value] for value in part.inputs],
+            [self._floats[place] for place in part.floats],
+            [*[self._ints[place] for place in part.ints], *part.offsets],
+            state.device,
+        )
+        arrays.update(zip(part.outputs, made, strict=True))
 
 
 class Unbuilt(NamedTuple):

@@ -24,7 +24,7 @@ def take_apart(ops: Iterable[Op], maps: Callable[[Op], bool]) -> list[Op]:
     rows: list[list[Op]] = []  # consecutive ops, taken apart
     homes: dict[int | None, int] = {}  # the elements to which the values belong that these make
     for op in ops:
-        row = _elements(op) if maps(op) else []
+        row = elements(op) if maps(op) else []
         if rows and (len(row) != len(rows[0]) or not _is_apart(row, homes)):
             made += _by_element(rows)
             rows, homes = [], {}
@@ -45,7 +45,7 @@ def _is_apart(row: list[Op], homes: dict[int | None, int]) -> bool:
     return all(homes.get(o.value, i) == i for i, part in enumerate(row) for o in operands(part))
 
 
-def _elements(op: Op) -> list[Op]:
+def elements(op: Op) -> list[Op]:
     """The op for each element of its lists; none where there are fewer than two, two are one storage,
     or what counts of them is not all."""
     count = next((len(argument) for argument in op.args if type(argument) is tuple), 0)

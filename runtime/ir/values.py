@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .calls import results_of, written
-from .program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar
+from .program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
 
 
 def bases_of(program: Program) -> dict[int, Base]:
@@ -26,6 +26,12 @@ def without_lines(program: Program) -> Program:
 def size_of(base: Base) -> int:
     """The bytes of an array."""
     return math.prod(base.shape) * base.dtype.itemsize
+
+
+def is_part(given: Operand | Write) -> bool:
+    """Whether a tensor has elements, but fewer than its array."""
+    taken = math.prod(given.sizes) * given.dtype.itemsize
+    return 0 < taken < size_of(given.base)
 
 
 def roots_of(program: Program) -> dict[int, int | None]:

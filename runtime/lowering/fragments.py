@@ -17,7 +17,7 @@ from torchtpu.compiler_cache import Key, Store
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.calls import LoweringEntry, Lowerings, Parameter, describe_results, parameters, results_of
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
-from torchtpu.runtime.ir.program import Op, Program
+from torchtpu.runtime.ir.program import Op
 from torchtpu.runtime.padding.layout import PaddedProgram, check_unequal
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
@@ -120,11 +120,11 @@ class Fragments:
                 made.update(self._add(missing, watched))
         return [(made[key], arrays) for key, arrays in described]
 
-    def check_padding(self, program: Program, padded: PaddedProgram) -> None:
-        """Raises where the padded form of a program cannot be lowered, or not for these sizes."""
-        ops = [op for op in padded.program.ops if op.padding is not None]
+    def check_padding(self, padded: PaddedProgram) -> None:
+        """Raises what lowering the ops raises, or Refused where what they were traced for is not so."""
+        ops, first = [op for op in padded.program.ops if op.padding is not None], padded.program.ints
         for op, (fragment, _) in zip(ops, self.find(ops), strict=True):
-            check_unequal(op, fragment.unequal, padded.numbers, program.ints)
+            check_unequal(op, fragment.unequal, padded.numbers, first - len(padded.numbers))
 
     def _find(self, key: str) -> Fragment | None:
         found = self._known.get(key)

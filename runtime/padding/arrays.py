@@ -75,6 +75,20 @@ class PaddedExecutable:
         return [self._inputs.get(i) for i in range(len(self.program.inputs))]
 
     @property
+    def loaded(self) -> Any:
+        return self.executable.loaded
+
+    @property
+    def about(self) -> Any:
+        return self.executable.about
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a launch takes beyond its arguments."""
+        needed: int = self.executable.needed_bytes
+        return needed
+
+    @property
     def is_prompt(self) -> bool:
         """Whether a launch now takes no time but the program's."""
         return bool(self.executable.is_prompt)

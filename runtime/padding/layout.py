@@ -623,7 +623,7 @@ class _Maker:
     def make(self) -> _Made:
         program = self._program
         ops = tuple(itertools.starmap(self._op, zip(program.ops, self._shared.calls, strict=True)))
-        inputs = tuple(self._base(base, dims) for base, dims in zip(program.inputs, self._shared.inputs, strict=True))
+        inputs = tuple(self.base(base, dims) for base, dims in zip(program.inputs, self._shared.inputs, strict=True))
         made = replace(program, ops=ops, inputs=inputs, ints=program.ints + len(self._numbers))
         shapes = {~i: dims for i, dims in enumerate(self._shared.inputs)}
         for op, call in zip(program.ops, self._shared.calls, strict=True):
@@ -671,7 +671,7 @@ class _Maker:
             return result
         if result.dtype != result.base.dtype:
             raise Refused("a result of other elements than its array")
-        base = self._base(result.base, views[id(result)].shape)
+        base = self.base(result.base, views[id(result)].shape)
         return replace(result, sizes=base.shape, strides=row_major(base.shape), base=base)
 
     def _write(self, write: Write, view: _View) -> Write:
@@ -681,7 +681,7 @@ class _Maker:
             raise Refused("a write that leaves out elements")
         if write.dtype != write.base.dtype or view.strides is not None:
             raise Refused("a write at a place that changes, or of other elements")
-        base = self._base(write.base, view.shape)
+        base = self.base(write.base, view.shape)
         return replace(write, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base, replaces=True)
 
     def offset(self, view: _View) -> Lifted:
@@ -700,7 +700,8 @@ class _Maker:
                 raise Refused("a view at a place that is a quotient")
         return self.number(Size(tuple(terms), constant))
 
-    def _base(self, base: Base, dims: Sequence[Leaf]) -> Base:
+    def base(self, base: Base, dims: Sequence[Leaf]) -> Base:
+        """The array as long as it is in memory."""
         return base._replace(shape=self.shape(dims)) if _has_size(dims) else base
 
     def shape(self, dims: Sequence[Leaf]) -> tuple[int, ...]:
@@ -760,7 +761,10 @@ class _PaddedOp:
             self.reads.append(None)
             return replace(given, offset=self._maker.offset(view))
         if view.strides is not None:
-            raise Refused("a view at a place that changes")
+            if _has_size((view.sizes, view.strides, view.shape[1:])):
+                raise Refused("a view at a place that changes")
+            self.reads.append(None)  # where it lies does not depend on how many rows follow
+            return replace(given, base=self._maker.base(given.base, view.shape))
         if given.dtype.itemsize != given.base.dtype.itemsize:
             raise Refused("a view of other elements")
         self.reads.append(self.part(view))

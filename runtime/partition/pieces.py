@@ -3,116 +3,131 @@
 A stream is cut where an op's hash is the largest of the next four. Equal stretches of different streams, at any place
 of them, are so divided alike, and a piece does not know where it stood: where a view begins is a run-time number, lists
 are taken apart, and what nobody needs is left out. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9 and 6.
+Where that is, and which pieces are equal, is found in C++ (`csrc/region/pieces.cpp`).
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from torchtpu.runtime.ir.list_ops import take_apart
-from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Random, Scalar, Write
-from torchtpu.runtime.ir.values import without_lines
+from torchtpu.runtime import _C
+from torchtpu.runtime.ir.list_ops import elements
+from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program
+from torchtpu.runtime.ir.values import is_part, operands, rewrite
 from torchtpu.runtime.lowering.fragments import Fragments
 
-from .dead_ops import needed, reading
-from .split import Part, split
-
-_MOST = 4  # ops of a piece
+from .dead_ops import without_values
+from .split import PartNumbers
 
 
-def divide(program: Program, fragments: Fragments) -> list[Part]:
-    """The pieces of a program, in order; none where no op of it is needed."""
-    ops = take_apart(program.ops, fragments.maps)
-    kept, unread, _ = needed(program, ops, fragments)
-    whole = replace(program, ops=reading(ops, kept, unread))
-    return [_offsets_lifted(part) for part in split(whole, ends_of([_mark(op) for op in whole.ops]))] if kept else []
+class Piece:
+    """A part of a region. Equal ones have one `identity`: all but `lines`, that of the region and those of the ops.
+
+    Its program is written when somebody asks for it; a launch of a known one does not.
+    """
+
+    __slots__ = (
+        "_calls", "_donated", "_made", "_program", "_region",
+        "floats", "identity", "inputs", "ints", "lines", "offsets", "outputs",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        region: Program,
+        identity: int,
+        lines: tuple[str, ...],
+        calls: tuple[tuple[int, int, tuple[int, ...]], ...],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        made: tuple[int, ...],
+        donated: tuple[int, ...],
+        floats: tuple[int, ...],
+        ints: tuple[int, ...],
+        offsets: tuple[int, ...],
+    ) -> None:
+        self.identity = identity
+        self.lines = lines
+        self.inputs = inputs
+        self.outputs = outputs
+        self.floats = floats
+        self.ints = ints
+        self.offsets = offsets
+        self._region = region
+        self._calls = calls  # the ops, with an element of their lists and the values of which only the shape is taken
+        self._made = made
+        self._donated = donated
+        self._program: Program | None = None
+
+    @property
+    def num_ops(self) -> int:
+        return len(self._calls)
+
+    @property
+    def program(self) -> Program:
+        """The piece as a program of its own; after the region's run-time ints it takes the `offsets`."""
+        if self._program is None:
+            self._program = self._written()
+        return self._program
+
+    def _written(self) -> Program:
+        numbers = PartNumbers()
+        places = {offset: Lifted("i", len(self.ints) + k) for k, offset in enumerate(self.offsets)}
+        taken = [self._taken(*call) for call in self._calls]
+        bases = {operand.value: operand.base for op in taken for operand in operands(op)}
+        ops = tuple(_placed(rewrite(op, numbers.read, numbers.make, numbers.lift), places) for op in taken)
+        return Program(
+            ops=ops,
+            inputs=tuple(bases[value] for value in self.inputs),
+            outputs=self._made,
+            donated=self._donated,
+            floats=len(self.floats),
+            ints=len(self.ints) + len(self.offsets),
+            line=self._region.line,
+        )
+
+    def _taken(self, place: int, element: int, unread: tuple[int, ...]) -> Op:
+        op = self._region.ops[place]
+        return without_values(op if element < 0 else elements(op)[element], unread)
 
 
-def ends_of(marks: Sequence[int]) -> list[int]:
-    """The places where pieces of ops with these hashes end, but the last: of equal hashes the later one."""
-    ends, start = [], 0
-    while len(marks) - start > _MOST:
-        start = 1 + max(range(start, start + _MOST), key=lambda place: (marks[place], place))
-        ends.append(start)
-    return ends
+class Divider:
+    """Divides the programs of one platform; knows what it was asked before."""
+
+    def __init__(self, fragments: Fragments) -> None:
+        self._fragments = fragments
+        self._dividers: dict[str, _C.Divider] = {}  # by what is watched: it decides what is checked
+
+    def divide(self, program: Program) -> list[Piece]:
+        """The pieces of a program, in order; none where no op of it is needed."""
+        watched = self._fragments.watch()
+        divider = self._dividers.get(watched)
+        if divider is None:
+            divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts)
+        return [Piece(program, *row) for row in divider.divide(program)]
+
+    def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
+        """Of ops, or of what they do to an element of their lists: whether they have checks, and what they read."""
+        found = self._fragments.find([op if element < 0 else elements(op)[element] for op, element in calls])
+        return [
+            (bool(fragment.checks), [*fragment.used, *(n for n in fragment.forwards if n is not None)])
+            for fragment, _ in found
+        ]
 
 
-def identity(program: Program) -> tuple[Any, ...]:
-    """What equal pieces have in common: all but their lines. Of their arguments 1, 1.0 and True are not equal, nor are
-    0.0 and -0.0."""
-    return without_lines(program), tuple(_sign(op.args) for op in program.ops)
-
-
-def _mark(op: Op) -> int:
-    """A hash of what an op does, whatever the values that it takes: the same in every process."""
-    writes = tuple((write.arg, write.element, write.replaces, _shape(write)) for write in op.writes)
-    return _hash((op.name, op.precision, _sign(op.args), writes, op.padding and repr(op.padding.bounds)))
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _hash(sign: tuple[Any, ...]) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(sign).encode("utf-8", "surrogatepass"), digest_size=8).digest())
-
-
-def _sign(given: Any) -> Any:
-    match given:
-        case Operand():
-            return given.value is None, _shape(given)
-        case Lifted():
-            return given.kind
-        case Scalar():
-            return _sign(given.value), str(given.dtype), given.wrapped
-        case Random():
-            return "random"
-        case tuple() | list():
-            return tuple(map(_sign, given))
-        case torch.device():
-            return given.type
-        case _:
-            return repr(given)
-
-
-def _shape(given: Operand | Write) -> tuple[Any, ...]:
-    is_lifted = isinstance(given.offset, Lifted)
-    return given.sizes, given.strides, is_lifted, str(given.dtype), tuple(given.base.shape), str(given.base.dtype)
-
-
-def _offsets_lifted(part: Part) -> Part:
-    """The part with run-time ints for where those of its tensors begin that are not all of their arrays."""
-    first = part.program.ints
-    places: dict[int, Lifted] = {}
-
-    def placed(given: Operand | Write) -> Any:
-        if isinstance(given.offset, Lifted) or not _is_part(given):
-            return given
-        place = places.setdefault(given.offset, Lifted("i", first + len(places)))
-        return replace(given, offset=place)
-
-    def argument(given: Any) -> Any:
-        if isinstance(given, tuple):
-            return tuple(map(argument, given))
-        return placed(given) if isinstance(given, Operand) else given
-
-    ops = tuple(
-        op
-        if op.padding is not None
-        else replace(op, args=tuple(map(argument, op.args)), writes=tuple(map(placed, op.writes)))
-        for op in part.program.ops
-    )
+def _placed(op: Op, places: dict[int, Lifted]) -> Op:
+    """The op with run-time ints for where those of its tensors begin that are not all of their arrays."""
     if not places:
-        return part
-    program = replace(part.program, ops=ops, ints=first + len(places))
-    return replace(part, program=program, offsets=tuple(places))
+        return op
 
+    def placed(given: Any) -> Any:
+        if isinstance(given, tuple):
+            return tuple(map(placed, given))
+        is_placed = isinstance(given, Operand) and not isinstance(given.offset, Lifted) and is_part(given)
+        return replace(given, offset=places[given.offset]) if is_placed else given
 
-def _is_part(given: Operand | Write) -> bool:
-    """Whether a tensor has elements, but fewer than its array."""
-    taken = math.prod(given.sizes) * given.dtype.itemsize
-    return 0 < taken < math.prod(given.base.shape) * given.base.dtype.itemsize
+    writes = tuple(
+        replace(w, offset=places[w.offset]) if not isinstance(w.offset, Lifted) and is_part(w) else w for w in op.writes
+    )
+    return replace(op, args=tuple(map(placed, op.args)), writes=writes)

@@ -47,7 +47,7 @@ def split(program: Program, ends: Sequence[int]) -> list[Part]:
 
     parts = []
     for number, ops in enumerate(groups):
-        numbers = _PartNumbers()
+        numbers = PartNumbers()
         rewritten = tuple(rewrite(op, numbers.read, numbers.make, numbers.lift) for op in ops)
         outputs = tuple(v for v in numbers.made if v in kept or last[v] > number)
         part = Program(
@@ -70,7 +70,7 @@ def ends_of_runs(program: Program, before: Program) -> list[int]:
     return _C.ends_of_runs(known)
 
 
-class _PartNumbers:
+class PartNumbers:
     """Counts the values and run-time numbers of a part as they appear in it."""
 
     def __init__(self) -> None:

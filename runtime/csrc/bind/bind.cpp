@@ -16,6 +16,7 @@
 #include "launch/read.h"
 #include "launch/signals.h"
 #include "record/inference_cache.h"
+#include "region/pieces.h"
 #include "region/program.h"
 #include "region/replay.h"
 #include "region/split.h"
@@ -281,6 +282,7 @@ PYBIND11_MODULE(_C, m) {
   bind_device(m);
   bind_engine_types(m);
   bind_replay(m);
+  bind_pieces(m);
   bind_process_group(m);
   m.def("register_ops", [](const py::list& rows) {
     std::vector<std::pair<std::string, OpFacts>> table;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <map>
 
 #include "bind/bridge.h"
 #include "launch/queue.h"
@@ -316,6 +317,123 @@ std::vector<Node*> ends_of_same_calls(Node* now, const Node* before) {
   return ends;
 }
 
+// ---- laps of a loop that never reads
+
+constexpr int32_t kFewestLaps = 3;
+constexpr size_t kMostPeriods = 8;  // that are tried
+
+// What laps of one loop have in common at an op: its name, and the region's inputs that it takes. Layers of a network
+// take weights of their own.
+uint64_t kind_of(const Node& node) {
+  uint64_t hash = std::hash<const void*>()(node.info);
+  for (const auto& key : node.args) {
+    hash = hash * 31 + key.tensors.size();
+    for (const auto& t : key.tensors) hash = hash * 0x100000001b3ull + static_cast<uint64_t>(std::min(t.value, 0));
+  }
+  return hash;
+}
+
+// Whether an op does what another one did a lap before: with the same inputs, with what was made as long before, or
+// with what was made before the loop.
+bool is_lap_later(const Node& now, const Node& then) {
+  if (now.info != then.info || now.precision != then.precision || now.info->runs_once) return false;
+  int32_t made = now.parent->next_value - then.parent->next_value;
+  if (now.next_value - then.next_value != made) return false;
+  for (size_t i = 0; i < now.args.size(); i++) {
+    const auto &a = now.args[i].tensors, &b = then.args[i].tensors;
+    if (a.size() != b.size()) return false;
+    for (size_t e = 0; e < a.size(); e++) {
+      if (a[e].value != b[e].value && (a[e].value < 0 || a[e].value - b[e].value != made)) return false;
+    }
+  }
+  return true;
+}
+
+bool has_other_results(const Node& a, const Node& b) {
+  for (size_t i = 0; i < a.returns.size(); i++) {
+    for (size_t e = 0; e < a.returns[i].tensors.size() && e < b.returns[i].tensors.size(); e++) {
+      if (!is_same_result(a.returns[i].tensors[e], b.returns[i].tensors[e])) return true;
+    }
+  }
+  return false;
+}
+
+// The ops [begin, end) of a path are laps of `period` ops.
+struct Laps {
+  size_t begin = 0, end = 0, period = 0;
+};
+
+Laps find_laps(const std::vector<Node*>& path) {
+  std::unordered_map<uint64_t, size_t> places;
+  std::map<size_t, size_t> counts;  // of the distances between ops of one kind
+  for (size_t i = 0; i < path.size(); i++) {
+    auto [it, is_first] = places.try_emplace(kind_of(*path[i]), i);
+    if (!is_first) counts[i - std::exchange(it->second, i)]++;
+  }
+  std::vector<std::pair<size_t, size_t>> periods(counts.begin(), counts.end());
+  std::stable_sort(periods.begin(), periods.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
+  periods.resize(std::min(periods.size(), kMostPeriods));
+  Laps found;
+  for (auto [period, count] : periods) {
+    for (size_t i = period, begin = period; i <= path.size(); i++) {
+      if (i < path.size() && is_lap_later(*path[i], *path[i - period])) continue;
+      bool is_longer = i - begin + period > found.end - found.begin;
+      if (i - begin >= (kFewestLaps - 1) * period && is_longer) found = {begin - period, i, period};
+      begin = i + 1;
+    }
+  }
+  return found;
+}
+
+// The ends of the laps of a loop whose shapes change from lap to lap; none where there is none, or where what one lap
+// makes is read by ever more of the later ones.
+std::vector<Node*> ends_of_laps(Node* now) {
+  std::vector<Node*> path;
+  for (Node* node = now; node->info; node = node->parent) path.push_back(node);
+  std::reverse(path.begin(), path.end());
+  Laps laps = find_laps(path);
+  size_t length = laps.end - laps.begin;
+  if (laps.period < kFewestOpsOfRun || length * 2 < path.size() || length / laps.period > kMostParts) return {};
+  size_t changes = 0;
+  for (size_t begin = laps.begin + laps.period; begin + laps.period <= laps.end; begin += laps.period) {
+    bool has_changed = false;
+    for (size_t i = begin; i < begin + laps.period; i++)
+      has_changed |= has_other_results(*path[i], *path[i - laps.period]);
+    changes += has_changed;
+  }
+  if (changes * 2 < length / laps.period) return {};
+
+  std::vector<int32_t> crossing(path.size() + 2, 0);  // values that are made before a place and read there or later
+  std::vector<size_t> last_read(now->next_value, 0);
+  for (size_t i = 0; i < path.size(); i++) {
+    for (const auto& key : path[i]->args) {
+      for (const auto& t : key.tensors) {
+        if (t.value >= 0) last_read[t.value] = i;
+      }
+    }
+  }
+  for (size_t i = 0; i < path.size(); i++) {
+    for (int32_t value = path[i]->parent->next_value; value < path[i]->next_value; value++) {
+      if (last_read[value] <= i) continue;
+      crossing[i + 1]++;
+      crossing[last_read[value] + 1]--;
+    }
+  }
+  for (size_t i = 1; i < crossing.size(); i++) crossing[i] += crossing[i - 1];
+  size_t middle = laps.begin + laps.period, first = middle;
+  for (size_t place = middle; place < middle + laps.period; place++) {
+    auto cost = [&](size_t at) { return std::make_pair(crossing[at], path[at]->info->name); };
+    if (cost(place) < cost(first)) first = place;
+  }
+  size_t last = first + (laps.end - first) / laps.period * laps.period;
+  if (crossing[last == path.size() ? last - laps.period : last] > crossing[first]) return {};
+  std::vector<Node*> ends;
+  for (size_t place = first % laps.period; place < path.size() && place <= last; place += laps.period) {
+    if (place > 0 && place >= laps.begin) ends.push_back(path[place - 1]);
+  }
+  return ends;
+}
+
 }  // namespace
 
 const Node* note_sizes(Recorder& r) {
@@ -328,6 +446,11 @@ const Node* note_sizes(Recorder& r) {
 }
 
 void split_by_shape(Recorder& r, const std::string& line) {
+  bool may_split = r.at->plans.empty() && r.at->depth >= kFewestOpsToSplit && !is_exact() && policy.gives_room;
+  if (may_split) {
+    std::vector<Node*> ends = ends_of_laps(r.at);
+    if (!ends.empty()) cut_after(r, ends, "lap", line);
+  }
   const Node* before = note_sizes(r);
   if (!before || r.at->depth < static_cast<int32_t>(kFewestOpsToSplit) || find_smaller(r)) return;
   std::vector<Node*> ends = ends_of_same_calls(r.at, before);

@@ -1,0 +1,53 @@
+// Pieces: in comes a recorded program, out go parts of one to four ops, divided by what the ops are and nothing else.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torchtpu {
+
+namespace py = pybind11;
+
+// What decides an op's part of a program's text, but for the values that it takes and where views begin.
+struct Sign {
+  uint32_t number;
+  uint64_t hash;  // of all but sizes; the same in every process
+  // What its lowering says, once it was asked.
+  bool is_known = false, has_checks = false;
+  std::vector<uint32_t> used;  // of its run-time arguments
+};
+
+// Divides programs; what it has seen of ops and pieces it knows by numbers.  The GIL is held.
+class Divider {
+ public:
+  // `maps(op)`: whether an op goes through its lists in step.  `facts([(op, element), ...])`: of each op, or of what it
+  // does to one element of its lists, whether it has checks and which of its run-time arguments are used.
+  Divider(py::object maps, py::object facts) : maps_(std::move(maps)), facts_(std::move(facts)) {}
+  // The pieces, each as the fields of runtime.partition.pieces.Piece but the first.
+  py::list divide(const py::object& program);
+
+  struct Call;
+
+ private:
+  bool maps(const std::string& name, py::handle op);
+  std::shared_ptr<Sign> sign_of(const std::string& text, const std::string& mark);
+  std::vector<Call> calls_of(const py::tuple& ops);
+  void learn(const std::vector<Call>& calls, const py::tuple& ops);
+  int64_t identity_of(const std::string& text);
+
+  py::object maps_, facts_;
+  std::unordered_map<std::string, bool> goes_in_step_;
+  std::unordered_map<std::string, std::shared_ptr<Sign>> signs_;
+  std::unordered_map<std::string, int64_t> identities_;
+};
+
+// Where pieces end, but the last, of ops with these hashes: behind the largest of four, of equal ones the later.
+std::vector<size_t> ends_of(const std::vector<uint64_t>& hashes);
+
+void bind_pieces(py::module& m);
+
+}  // namespace torchtpu
