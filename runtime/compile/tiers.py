@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchtpu.runtime.device.client import Options
+from torchtpu.runtime.device.jaxlib_versions import HAS_FUSION_EMITTERS_OPTION
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Op, Program, Random
 
@@ -80,7 +81,10 @@ def _made(op: Op) -> int:
 # not measured, and has one tier.
 FIRST_TIERS: Mapping[str, FirstTier] = {
     "cpu": FirstTier(
-        (("xla_backend_optimization_level", 0), ("xla_cpu_use_fusion_emitters", False)),
+        (
+            ("xla_backend_optimization_level", 0),
+            *((("xla_cpu_use_fusion_emitters", False),) if HAS_FUSION_EMITTERS_OPTION else ()),
+        ),
         program_ms=15.0,
         op_ms=5.0,
         op_us=1.0,

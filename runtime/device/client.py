@@ -32,13 +32,12 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.device.sizes import nbytes_of
 
 from .chips import topology_of
+from .jaxlib_versions import UNCHECKED_HANDLER
 from .process_group import Homes, KeyValueStore, ProcessGroup
 
 Aval = tuple[tuple[int, ...], torch.dtype]
 Options = tuple[tuple[str, bool | int | str], ...]  # of XLA, by name
 
-# jaxlib 0.10 checks what a handler is given where it is not told otherwise; later ones never do.
-_UNCHECKED = {"_skip_checks": True} if jaxlib.version.__version_info__ < (0, 11) else {}
 _POLL_SECONDS = 1e-3
 _NEVER_SECONDS = 10 * 365 * 24 * 3600
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # of mallopt(3)
@@ -187,7 +186,7 @@ class Client:
     def handlers(self, avals: Sequence[Aval], device: int) -> list[Any]:
         """What makes arrays of a launch's outputs; made once per executable."""
         return [
-            _jax.array_result_handler(_aval(shape, dtype), self._shardings[device], True, **_UNCHECKED)
+            _jax.array_result_handler(_aval(shape, dtype), self._shardings[device], True, **UNCHECKED_HANDLER)  # noqa: FBT003
             for shape, dtype in avals
         ]
 
