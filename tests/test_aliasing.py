@@ -14,12 +14,25 @@ from collections.abc import Callable, Iterator
 
 import aliasing_steps
 import pytest
-from aliasing_programs import DTYPES, SHAPES, Difference, Program, Step, World, actions
+from aliasing_programs import (
+    DTYPES,
+    SHAPES,
+    Choices,
+    Difference,
+    Program,
+    Step,
+    World,
+    actions,
+    check,
+    in_storage,
+    same_values,
+)
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from reference_engine import ReferenceEngine, reference_engine
+from reference_engine import ReferenceEngine, SlowEngine, reference_engine
 
-from torchtpu import config
+from torchtpu import config, metrics
+from torchtpu.runtime import _C
 
 THREADS = 4
 BATCH = 500  # programs drawn from one seed: what hypothesis remembers of them goes when they are done
@@ -43,8 +56,16 @@ def programs(length: int) -> st.SearchStrategy[list[Step]]:
 
 @contextlib.contextmanager
 def engine_of(name: str) -> Iterator[ReferenceEngine | None]:
-    with reference_engine() if name == "reference" else contextlib.nullcontext() as engine:
-        yield engine
+    if name == "slow":
+        slow = SlowEngine(1)
+        try:
+            with reference_engine(slow):
+                yield slow
+        finally:
+            slow.close()
+    else:
+        with reference_engine() if name == "reference" else contextlib.nullcontext() as engine:
+            yield engine
 
 
 @contextlib.contextmanager
@@ -58,28 +79,43 @@ def old_objects_ignored() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_in_one_thread(count: int, length: int, mixes_kinds: bool, first_seed: int) -> None:
+class HurriedProgram(Program):
+    """Ends regions and reads what they make between its steps."""
+
+    def step(self, step: Step) -> None:
+        super().step(step)
+        choices = Choices(step.seed + 1)
+        if choices.below(2):
+            _C.cut("test")
+        if self.cpu.tensors and choices.below(2):
+            number = choices.below(len(self.cpu.tensors))
+            x, y = self.cpu.tensors[number], self.tpu.tensors[number]
+            if in_storage(x):
+                check(f"tensor {number}, read early", x, y.cpu(), same_values)
+
+
+def run_in_one_thread(kind: type[Program], count: int, length: int, mixes_kinds: bool, first_seed: int) -> None:
     def one(steps: list[Step]) -> None:
         try:
-            Program(mixes_kinds=mixes_kinds).run(steps)
+            kind(mixes_kinds=mixes_kinds).run(steps)
         except Difference as difference:
-            raise shortest(difference, steps, mixes_kinds) from None
+            raise shortest(kind, difference, steps, mixes_kinds) from None
 
     repeat(count, programs(length), one, first_seed)
 
 
-def shortest(difference: Difference, steps: list[Step], mixes_kinds: bool) -> Difference:
+def shortest(kind: type[Program], difference: Difference, steps: list[Step], mixes_kinds: bool) -> Difference:
     """The difference that is left when every step without which there still is one is left out."""
     for i in reversed(range(len(steps))):
         try:
-            Program(mixes_kinds=mixes_kinds).run([*steps[:i], *steps[i + 1 :]])
+            kind(mixes_kinds=mixes_kinds).run([*steps[:i], *steps[i + 1 :]])
         except Difference as still:
             difference = still
             del steps[i]
     return difference
 
 
-def run_in_threads(count: int, length: int, mixes_kinds: bool, first_seed: int) -> None:
+def run_in_threads(kind: type[Program], count: int, length: int, mixes_kinds: bool, first_seed: int) -> None:
     """Each thread runs its own program, on its own tensors and on some that all of them read."""
 
     def one(many: list[list[Step]]) -> None:
@@ -93,7 +129,7 @@ def run_in_threads(count: int, length: int, mixes_kinds: bool, first_seed: int) 
         def work(steps: list[Step]) -> None:
             try:
                 start.wait()
-                Program(shared, mixes_kinds=mixes_kinds).run(steps)
+                kind(shared, mixes_kinds=mixes_kinds).run(steps)
             except BaseException as failure:
                 failures.append(failure)
 
@@ -128,7 +164,9 @@ def repeat(count: int, strategy: st.SearchStrategy[object], one: Callable[..., N
 MODES = ("deferred", "sync", "threads", "capped")
 
 
-def run_programs(engine: str, mode: str, count: int, length: int, shard: int = 0) -> None:
+def run_programs(
+    engine: str, mode: str, count: int, length: int, shard: int = 0, kind: type[Program] = Program
+) -> None:
     """`count` programs that no other shard runs."""
     caps = {"max_region_ops": 6} if mode == "capped" else {}
     run = run_in_threads if mode == "threads" else run_in_one_thread
@@ -138,7 +176,7 @@ def run_programs(engine: str, mode: str, count: int, length: int, shard: int = 0
         config.using(fallback="silent", sync=mode == "sync", **caps),
     ):
         for done in range(0, count, BATCH):
-            run(min(BATCH, count - done), length, engine == "reference", shard * count + done)
+            run(kind, min(BATCH, count - done), length, engine != "xla", shard * count + done)
             if reference is not None:
                 reference.programs.clear()
 
@@ -146,6 +184,12 @@ def run_programs(engine: str, mode: str, count: int, length: int, shard: int = 0
 @pytest.mark.parametrize("mode", MODES)
 def test_the_recorder_does_what_the_cpu_does(mode: str, rotation: int) -> None:
     run_programs("reference", mode, 500, 14, SHARDS + rotation)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "sync"])
+def test_what_overtakes_regions_that_take_long_to_compile_does_what_the_cpu_does(mode: str, rotation: int) -> None:
+    run_programs("slow", mode, 200, 20, SHARDS + rotation, HurriedProgram)
+    assert metrics.snapshot()["launched_ahead"] > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
