@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import aliasing_steps
 import pytest
@@ -160,20 +161,21 @@ def repeat(count: int, strategy: st.SearchStrategy[object], one: Callable[..., N
     example()
 
 
-# `capped`: regions end every few ops, wherever the cap's choice of place falls
+# `capped`: regions end every few ops, wherever the cap's choice of place falls; `pieces`: compiled in small programs
 MODES = ("deferred", "sync", "threads", "capped")
+COMPILED_MODES = (*MODES, "pieces")
 
 
 def run_programs(
     engine: str, mode: str, count: int, length: int, shard: int = 0, kind: type[Program] = Program
 ) -> None:
     """`count` programs that no other shard runs."""
-    caps = {"max_region_ops": 6} if mode == "capped" else {}
+    knobs: dict[str, Any] = {"capped": {"max_region_ops": 6}, "pieces": {"tiers": "pieces"}}.get(mode, {})
     run = run_in_threads if mode == "threads" else run_in_one_thread
     with (
         old_objects_ignored(),
         engine_of(engine) as reference,
-        config.using(fallback="silent", sync=mode == "sync", **caps),
+        config.using(fallback="silent", sync=mode == "sync", **knobs),
     ):
         for done in range(0, count, BATCH):
             run(kind, min(BATCH, count - done), length, engine != "xla", shard * count + done)
@@ -192,7 +194,7 @@ def test_what_overtakes_regions_that_take_long_to_compile_does_what_the_cpu_does
     assert metrics.snapshot()["launched_ahead"] > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", COMPILED_MODES)
 def test_compiled_programs_do_what_the_cpu_does(mode: str, rotation: int) -> None:
     run_programs("xla", mode, 40, 12, SHARDS + rotation)
 
@@ -207,6 +209,6 @@ def test_the_recorder_does_what_the_cpu_does_in_many_programs(mode: str, shard: 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", COMPILED_MODES)
 def test_compiled_programs_do_what_the_cpu_does_in_many_programs(mode: str) -> None:
     run_programs("xla", mode, 500, 14)
