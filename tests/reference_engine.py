@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import random
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Random, Re
 from torchtpu.runtime.ir.values import bases_of
 
 _POISON = 0xA5
+_PATIENCE = 60
 
 
 class Buffer:
@@ -148,6 +151,43 @@ class IdleEngine(ReferenceEngine):
             self.launches += not work.is_slice
             self.slices += work.is_slice
             self.ops_launched += len(program.ops)
+
+
+class SlowEngine(ReferenceEngine):
+    """Answers plans one by one, in an order of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._plans: list[Any] = []
+        self._condition = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
+
+    def plan(self, plan: Any) -> None:
+        executable = Executable(plan.program)
+        with self._condition:
+            self._plans.append((plan, executable))
+            self._condition.notify_all()
+
+    def _answer(self) -> None:
+        while True:
+            with self._condition:
+                while not self._plans and not self._is_closed:
+                    self._condition.wait()
+                if not self._plans:
+                    return
+            time.sleep(self._random.choice((0, 0, 1e-3)))  # others may come and overtake
+            with self._condition:
+                plan, executable = self._plans.pop(self._random.randrange(len(self._plans)))
+            plan.ready(executable)
+
+    def close(self) -> None:
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        self._thread.join(_PATIENCE)
 
 
 @contextlib.contextmanager

@@ -11,15 +11,29 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import aliasing_steps
 import pytest
-from aliasing_programs import DTYPES, SHAPES, Difference, Program, Step, World, actions
+from aliasing_programs import (
+    DTYPES,
+    SHAPES,
+    Choices,
+    Difference,
+    Program,
+    Step,
+    World,
+    actions,
+    check,
+    in_storage,
+    same_values,
+)
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from reference_engine import ReferenceEngine, reference_engine
+from reference_engine import ReferenceEngine, SlowEngine, reference_engine
 
-from torchtpu import config
+from torchtpu import config, metrics
+from torchtpu.runtime import _C
 
 THREADS = 4
 BATCH = 500  # programs drawn from one seed: what hypothesis remembers of them goes when they are done
@@ -43,8 +57,16 @@ def programs(length: int) -> st.SearchStrategy[list[Step]]:
 
 @contextlib.contextmanager
 def engine_of(name: str) -> Iterator[ReferenceEngine | None]:
-    with reference_engine() if name == "reference" else contextlib.nullcontext() as engine:
-        yield engine
+    if name == "slow":
+        slow = SlowEngine(1)
+        try:
+            with reference_engine(slow):
+                yield slow
+        finally:
+            slow.close()
+    else:
+        with reference_engine() if name == "reference" else contextlib.nullcontext() as engine:
+            yield engine
 
 
 @contextlib.contextmanager
@@ -58,28 +80,43 @@ def old_objects_ignored() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_in_one_thread(count: int, length: int, mixes_kinds: bool, first_seed: int) -> None:
+class HurriedProgram(Program):
+    """Ends regions and reads what they make between its steps."""
+
+    def step(self, step: Step) -> None:
+        super().step(step)
+        choices = Choices(step.seed + 1)
+        if choices.below(2):
+            _C.cut("test")
+        if self.cpu.tensors and choices.below(2):
+            number = choices.below(len(self.cpu.tensors))
+            x, y = self.cpu.tensors[number], self.tpu.tensors[number]
+            if in_storage(x):
+                check(f"tensor {number}, read early", x, y.cpu(), same_values)
+
+
+def run_in_one_thread(kind: type[Program], count: int, length: int, mixes_kinds: bool, first_seed: int) -> None:
     def one(steps: list[Step]) -> None:
         try:
-            Program(mixes_kinds=mixes_kinds).run(steps)
+            kind(mixes_kinds=mixes_kinds).run(steps)
         except Difference as difference:
-            raise shortest(difference, steps, mixes_kinds) from None
+            raise shortest(kind, difference, steps, mixes_kinds) from None
 
     repeat(count, programs(length), one, first_seed)
 
 
-def shortest(difference: Difference, steps: list[Step], mixes_kinds: bool) -> Difference:
+def shortest(kind: type[Program], difference: Difference, steps: list[Step], mixes_kinds: bool) -> Difference:
     """The difference that is left when every step without which there still is one is left out."""
     for i in reversed(range(len(steps))):
         try:
-            Program(mixes_kinds=mixes_kinds).run([*steps[:i], *steps[i + 1 :]])
+            kind(mixes_kinds=mixes_kinds).run([*steps[:i], *steps[i + 1 :]])
         except Difference as still:
             difference = still
             del steps[i]
     return difference
 
 
-def run_in_threads(count: int, length: int, mixes_kinds: bool, first_seed: int) -> None:
+def run_in_threads(kind: type[Program], count: int, length: int, mixes_kinds: bool, first_seed: int) -> None:
     """Each thread runs its own program, on its own tensors and on some that all of them read."""
 
     def one(many: list[list[Step]]) -> None:
@@ -93,7 +130,7 @@ def run_in_threads(count: int, length: int, mixes_kinds: bool, first_seed: int) 
         def work(steps: list[Step]) -> None:
             try:
                 start.wait()
-                Program(shared, mixes_kinds=mixes_kinds).run(steps)
+                kind(shared, mixes_kinds=mixes_kinds).run(steps)
             except BaseException as failure:
                 failures.append(failure)
 
@@ -124,21 +161,24 @@ def repeat(count: int, strategy: st.SearchStrategy[object], one: Callable[..., N
     example()
 
 
-# `capped`: regions end every few ops, wherever the cap's choice of place falls
+# `capped`: regions end every few ops, wherever the cap's choice of place falls; `pieces`: compiled in small programs
 MODES = ("deferred", "sync", "threads", "capped")
+COMPILED_MODES = (*MODES, "pieces")
 
 
-def run_programs(engine: str, mode: str, count: int, length: int, shard: int = 0) -> None:
+def run_programs(
+    engine: str, mode: str, count: int, length: int, shard: int = 0, kind: type[Program] = Program
+) -> None:
     """`count` programs that no other shard runs."""
-    caps = {"max_region_ops": 6} if mode == "capped" else {}
+    knobs: dict[str, Any] = {"capped": {"max_region_ops": 6}, "pieces": {"tiers": "pieces"}}.get(mode, {})
     run = run_in_threads if mode == "threads" else run_in_one_thread
     with (
         old_objects_ignored(),
         engine_of(engine) as reference,
-        config.using(fallback="silent", sync=mode == "sync", **caps),
+        config.using(fallback="silent", sync=mode == "sync", **knobs),
     ):
         for done in range(0, count, BATCH):
-            run(min(BATCH, count - done), length, engine == "reference", shard * count + done)
+            run(kind, min(BATCH, count - done), length, engine != "xla", shard * count + done)
             if reference is not None:
                 reference.programs.clear()
 
@@ -148,7 +188,13 @@ def test_the_recorder_does_what_the_cpu_does(mode: str, rotation: int) -> None:
     run_programs("reference", mode, 500, 14, SHARDS + rotation)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "sync"])
+def test_what_overtakes_regions_that_take_long_to_compile_does_what_the_cpu_does(mode: str, rotation: int) -> None:
+    run_programs("slow", mode, 200, 20, SHARDS + rotation, HurriedProgram)
+    assert metrics.snapshot()["launched_ahead"] > 0
+
+
+@pytest.mark.parametrize("mode", COMPILED_MODES)
 def test_compiled_programs_do_what_the_cpu_does(mode: str, rotation: int) -> None:
     run_programs("xla", mode, 40, 12, SHARDS + rotation)
 
@@ -163,6 +209,6 @@ def test_the_recorder_does_what_the_cpu_does_in_many_programs(mode: str, shard: 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", COMPILED_MODES)
 def test_compiled_programs_do_what_the_cpu_does_in_many_programs(mode: str) -> None:
     run_programs("xla", mode, 500, 14)

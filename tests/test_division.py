@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -201,6 +202,44 @@ def test_an_error_names_the_line_of_its_own_region(in_pieces: None) -> None:
         line = f"test_division.py:{f.__code__.co_firstlineno + 1}"
         with pytest.raises(IndexError, match=line):
             f(bad).tolist()
+
+
+def test_errors_of_places_that_share_a_piece_name_each_its_own_line(
+    monkeypatch: pytest.MonkeyPatch, in_pieces: None
+) -> None:
+    x, good = torch.arange(12.0, device="tpu").view(4, 3), torch.tensor([3], device="tpu")
+    bad = torch.tensor([9], device="tpu")
+
+    def first(places: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x - 1).index_select(0, places) * 2
+
+    def second(places: torch.Tensor) -> torch.Tensor:
+        return (torch.relu(x - 1).index_select(0, places) * 2).sum()
+
+    def line_of(f: Callable[..., torch.Tensor]) -> str:
+        return f"test_division.py:{f.__code__.co_firstlineno + 1}"
+
+    assert first(good).tolist() == [[16.0, 18.0, 20.0]]  # makes the programs
+    assert second(good).item() == 54.0
+    for f in (second, first, second):
+        _C.forget_streams()  # whose ops keep their lines
+        with pytest.raises(IndexError, match=line_of(f)):
+            f(bad).tolist()
+    assert metrics.snapshot()["regions_in_pieces"] >= 2
+    run = startup.engine()._executor.run
+
+    def refuse(work: Any, executable: Any, **rest: Any) -> None:
+        if any("relu" in op.name for op in work.program.ops):
+            raise ValueError("no such machine")
+        run(work, executable, **rest)
+
+    monkeypatch.setattr(startup.engine()._executor, "run", refuse)
+    for f, other in ((second, first), (first, second)):
+        _C.forget_streams()
+        with pytest.raises(RuntimeError, match="no such machine") as raised:
+            f(good).tolist()
+        assert line_of(f) in str(raised.value)
+        assert line_of(other) not in str(raised.value)
 
 
 def test_random_numbers_are_those_of_the_whole(in_pieces: None) -> None:

@@ -116,7 +116,8 @@ class Work:
     ) -> None:
         self.program = program
         self.executable, self.device, self.floats, self.ints = executable, 0, floats, ints
-        self.region, self.run, self.is_slice = {"reason": "read", "line": "test.py:9"}, "", False
+        self.region, self.run = {"reason": "read", "line": "test.py:9"}, ""
+        self.is_slice = self.is_ahead = False
         self._inputs, self._guards = inputs, list(guards)
         self.outputs: Any = None
         self.guards_made: list[Any] = []
@@ -730,7 +731,7 @@ def test_what_is_needed_now_is_compiled_first(engine: Engine, monkeypatch: Any) 
     jobs = (("first", True), ("later", False), ("now", True))
     flights = []
     for text, is_needed_now in jobs:
-        flights.append(engine.compiler.submit(plan_of(text), 0, is_needed_now=is_needed_now))
+        flights.append(engine.compiler.submit(plan_of(text), 0, wisher=None if is_needed_now else engine))
         assert started.wait(30)
     go.set()
     for flight in flights:

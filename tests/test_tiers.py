@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from record_support import Record
-from test_engine import KNOBS, Plan, Work, make_engine
+from test_engine import KNOBS, Plan, Work, make_engine, plan_of, text_of
 
 from torchtpu import config, metrics, startup
 from torchtpu.compiler_cache import DirectoryStore
@@ -46,16 +47,23 @@ class Loop:
             x, w = record.input(torch.randn(4, 3)), record.input(torch.randn(5, 3))
             y = torch.relu(torch.mm(x, w.t()))
         self._inputs, self._expected = record.inputs, record.expected(y)
-        self.plan = Plan(record.program(y))
+        self._program = record.program(y)
+        self.plan_again()
+
+    def plan_again(self) -> None:
+        """As where the region was forgotten."""
+        self.plan = Plan(self._program)
         self.engine.plan(self.plan)
 
+    def run(self) -> None:
+        work: Any = Work(self.plan.wait(), [self.engine.upload(tensor.clone(), 0) for tensor in self._inputs])
+        self.engine.launch(work)
+        assert work.error is None, work.error
+        torch.testing.assert_close([self.engine.download(array) for array in work.outputs], self._expected)
+
     def launch(self, count: int) -> None:
-        executable = self.plan.wait()
         for _ in range(count):
-            work: Any = Work(executable, [self.engine.upload(tensor.clone(), 0) for tensor in self._inputs])
-            self.engine.launch(work)
-            assert work.error is None, work.error
-            torch.testing.assert_close([self.engine.download(array) for array in work.outputs], self._expected)
+            self.run()
             wait(self.engine.compiler.outstanding())
 
 
@@ -135,6 +143,49 @@ def test_in_deterministic_mode_the_first_tier_steps_aside(compiled: list[str], l
     begun.knobs["deterministic"] = False
     begun.launch(2)
     assert begun.engine.counters.regions_promoted == 1
+
+
+def test_a_region_begins_in_the_tier_that_it_would_have_begun_in_before_another_was_promoted(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
+) -> None:
+    paid_after(monkeypatch, 3)
+    begun = loop()
+    begun.launch(1)
+    begun.plan_again()
+    begun.launch(5)
+    assert begun.engine.counters.regions_promoted == 1
+    begun.plan_again()  # what is compiled well by now is a matter of the clock
+    begun.launch(1)
+    assert begun.engine.counters.regions_in_first_tier == 3
+    assert compiled == ["first", "usual"]
+
+
+def test_a_region_that_is_forgotten_is_not_compiled_well(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
+) -> None:
+    paid_after(monkeypatch, 3)
+    begun, released = loop(), threading.Event()
+    begun.launch(2)
+    compiler = begun.engine.compiler
+    real = compiler._load_or_compile
+
+    def build(plan: Any, *rest: Any) -> Any:
+        assert released.wait(60)
+        return real(plan, *rest)
+
+    monkeypatch.setattr(compiler, "_load_or_compile", build)
+    with Record() as record:
+        z = record.input(torch.zeros(3)) * 2
+    held = compiler.submit(plan_of(text_of(begun.engine, record.program(z))), 0)
+    begun.run()  # pays
+    (wished,) = set(compiler.outstanding()) - {held}
+    begun.plan.executable = None
+    released.set()
+    held.result(60)
+    wait([wished], 60)
+    assert wished.cancelled()
+    assert begun.engine.counters.compiles_abandoned == 1
+    assert compiled == ["first", "usual"]  # of which this held up the other
 
 
 def test_a_frozen_process_runs_either_tier(

@@ -17,10 +17,11 @@ def snapshot() -> dict[str, Any]:
 
     ops_recorded, trie_hits, trie_misses, shapes_inferred (what no earlier call answered) and
     shapes_inferred_on_meta {op: count} (by PyTorch's meta kernels, most of them Python), trie_nodes, trie_plans,
-    array_shapes, streams_forgotten, regions, cuts {reason: count}, live_buffers, live_nodes and queue come from the
-    recorder; programs_compiled, plan_hits_disk, fragment_traces, cache_hits_memory, cache_hits_disk, launches,
-    bytes_uploaded, bytes_downloaded and their like from the engine; regions_in_first_tier were compiled quickly,
-    regions_in_pieces of them in small programs that they share with others, of which regions_promoted were compiled
+    array_shapes, streams_forgotten, regions, cuts {reason: count}, live_buffers, live_nodes, queue and launched_ahead
+    (of earlier regions, for a read) come from the recorder; programs_compiled, compiles_abandoned (nobody wanted
+    them any more), plan_hits_disk, fragment_traces, cache_hits_memory, cache_hits_disk, launches, bytes_uploaded,
+    bytes_downloaded and their like from the engine; regions_in_first_tier were compiled quickly, regions_in_pieces
+    of them in small programs that they share with others, of which regions_promoted were compiled
     well since; of hot regions regions_climbing and regions_fused were compiled whole and stayed so, programs_swept
     and variants_kept were timed with other compile options and stayed with them; memory_waits, memory_collections,
     regions_split, ops_repeated and out_of_memory are what it did for want of memory; recompilations {reason: count}

@@ -66,12 +66,12 @@ class Builder:
         return plan
 
     def submit(
-        self, program: Program, plan: Plan, device: int, *, is_flat: bool = False, is_needed_now: bool = True
+        self, program: Program, plan: Plan, device: int, *, is_flat: bool = False, wisher: object = None
     ) -> Build:
-        """Has a program compiled that has this plan."""
+        """Has a program compiled that has this plan; at leisure where there is a `wisher`."""
         about = about_of(program, plan)
         note: Note = {"line": program.line, "ops": len(program.ops)}
-        flight = self._compiler.submit(plan, device, note, is_needed_now=is_needed_now)
+        flight = self._compiler.submit(plan, device, note, wisher=wisher)
         if self._journal is not None and not plan.options:
             _keep_journal(self._journal, program, is_flat, plan.key.digest, flight)
         for observer in self._observers:

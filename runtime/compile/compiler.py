@@ -10,10 +10,11 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, InvalidStateError
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtpu.compiler_cache import Note, Store
 from torchtpu.runtime.device.client import Client
@@ -41,6 +42,17 @@ class _CompileJob(NamedTuple):
         return 0 < self.ops <= _SMALL
 
 
+class _Wish(NamedTuple):
+    """A job for when nothing else is to be done, while one of those lives for whom it is done."""
+
+    job: _CompileJob
+    askers: list[weakref.ref[Any]]
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(asker() is not None for asker in self.askers)
+
+
 class NotCompiledError(RuntimeError):
     """A program is neither in memory nor in the store, and none may be compiled."""
 
@@ -66,7 +78,9 @@ class Compiler:
         self._condition = threading.Condition()  # guards what follows
         self._flights: OrderedDict[tuple[str, int], Future[Loaded]] = OrderedDict()
         self._jobs: deque[_CompileJob] = deque()
-        self._later: deque[_CompileJob] = deque()  # jobs for when nothing else is to be done
+        self._wishes: OrderedDict[tuple[str, int], _Wish] = OrderedDict()
+        self._submitted: set[str] = set()  # the keys of all programs that were asked for
+        self._needed: set[tuple[str, int]] = set()  # those that something had to run
         self._running: dict[_CompileJob, float] = {}  # since when each has been compiling
         self._is_closed = False
         self._idle = 0
@@ -75,21 +89,28 @@ class Compiler:
         self._small_thread: threading.Thread | None = None
         self._late_thread: threading.Thread | None = None
 
-    def submit(
-        self, plan: Plan, device: int, note: Note | None = None, *, is_needed_now: bool = True
-    ) -> Future[Loaded]:
-        """The executable of a plan's program on `device`; what is not needed now is compiled when nothing else is.
+    def submit(self, plan: Plan, device: int, note: Note | None = None, *, wisher: object = None) -> Future[Loaded]:
+        """The executable of a plan's program on `device`. What only a `wisher` asks for is compiled when nothing else
+        is, or not at all, where by then none of them is alive.
 
         A build that failed is forgotten: who asks again builds again. `note` is kept beside what is stored.
         """
         flight_key = plan.key.digest, device
         with self._condition:
+            self._submitted.add(plan.key.digest)
+            if wisher is None:
+                self._needed.add(flight_key)
             flight = self._flights.get(flight_key)
             if flight is not None:
                 self._counters.cache_hits_memory += 1
                 self._flights.move_to_end(flight_key)
-                if is_needed_now and not flight.done():
-                    self._hurry(flight_key)
+                wish = self._wishes.get(flight_key)
+                if wish is not None and wisher is not None:
+                    wish.askers.append(weakref.ref(wisher))
+                elif wish is not None:
+                    del self._wishes[flight_key]
+                    self._enqueue(wish.job)
+                    self._condition.notify_all()
                 return flight
             if self._is_closed:
                 raise RuntimeError("the compiler is shut down")
@@ -101,8 +122,8 @@ class Compiler:
                 ops if isinstance(ops, int) else 0,
                 line if isinstance(line, str) else "an unknown line",
             )
-            if not is_needed_now:
-                self._later.append(job)
+            if wisher is not None:
+                self._wishes[flight_key] = _Wish(job, [weakref.ref(wisher)])
                 if self._late_thread is None:
                     self._late_thread = self._start(self._work_later, "torchtpu-compile-later")
             else:
@@ -115,29 +136,45 @@ class Compiler:
         self._jobs.append(job)
         if self._idle == 0 and len(self._threads) < self._max_threads:
             self._threads.append(self._start(self._work, f"torchtpu-compile-{len(self._threads)}"))
-        elif self._idle == 0 and job.is_small and self._small_thread is None:
-            self._small_thread = self._start(self._work_small, "torchtpu-compile-small")
+        self._hand_on()
 
-    def _hurry(self, key: tuple[str, int]) -> None:
-        """Somebody waits for what was to be compiled when nothing else is. Under the condition."""
-        job = next((job for job in self._later if job.key == key), None)
-        if job is not None:
-            self._later.remove(job)
-            self._enqueue(job)
+    def _hand_on(self) -> None:
+        """Small jobs that all workers are too busy for have a worker of their own. Under the condition."""
+        if self._idle == 0 and any(job.is_small for job in self._jobs):
+            if self._small_thread is None:
+                self._small_thread = self._start(self._work_small, "torchtpu-compile-small")
             self._condition.notify_all()
 
     def has(self, plan: Plan, device: int) -> bool:
-        """Whether a plan's program need not be compiled for whoever asks now: it has been asked for, or is, by the look
-        of it, in the store. How far it has come does not count: what is compiled does not hang on the clock."""
+        """Whether a plan's program is being compiled, or is there, in memory or, by the look of it, in the store."""
         with self._condition:
-            flight = self._flights.get((plan.key.digest, device))
-        if flight is not None and (not flight.done() or not (flight.cancelled() or flight.exception())):
-            return True
-        return self.is_stored(plan)
+            if (plan.key.digest, device) in self._flights:
+                return True
+        return self._is_stored(plan)
 
-    def is_stored(self, plan: Plan) -> bool:
-        """Whether a plan's program is in the store, by the look of it."""
+    def was_needed(self, plan: Plan, device: int) -> bool:
+        """Whether something that had to run has asked for a plan's program before, here or in an earlier process: what
+        is compiled may hang on that. On what has been compiled, or promoted, by now it may not, as that is a matter
+        of the clock."""
+        with self._condition:
+            if (plan.key.digest, device) in self._needed:
+                return True
+        return self.was_stored(plan)
+
+    def was_stored(self, plan: Plan) -> bool:
+        """Whether a plan's program is, by the look of it, in the store, and not by this process's doing."""
+        with self._condition:
+            if plan.key.digest in self._submitted:
+                return False
+        return self._is_stored(plan)
+
+    def _is_stored(self, plan: Plan) -> bool:
         return self._store.keeps and self._store.has(plan.key)
+
+    def submitted(self) -> list[str]:
+        """The keys of all programs that were ever asked for."""
+        with self._condition:
+            return sorted(self._submitted)
 
     def digests(self) -> list[str]:
         """The keys of the programs in memory."""
@@ -169,7 +206,7 @@ class Compiler:
         with self._condition:
             self._is_closed = True
             self._jobs.clear()
-            self._later.clear()
+            self._wishes.clear()
             self._condition.notify_all()
             threads = [*self._threads, *(t for t in (self._small_thread, self._late_thread) if t is not None)]
         others = [thread for thread in threads if thread is not threading.current_thread()]
@@ -197,6 +234,7 @@ class Compiler:
                 if self._is_closed:
                     return
                 job = self._jobs.popleft()
+                self._hand_on()
             self._run(job)
 
     def _work_small(self) -> None:
@@ -229,12 +267,17 @@ class Compiler:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LATER_NICENESS)
         while True:
             with self._condition:
-                while not self._is_closed and (self._jobs or self._idle < len(self._threads) or not self._later):
+                while not self._is_closed and (self._jobs or self._idle < len(self._threads) or not self._wishes):
                     self._condition.wait()
                 if self._is_closed:
                     return
-                job = self._later.popleft()
-            self._run(job)
+                key, wish = self._wishes.popitem(last=False)
+                abandoned = None if wish.is_wanted else self._flights.pop(key)
+            if abandoned is None:
+                self._run(wish.job)
+            else:
+                self._counters.compiles_abandoned += 1
+                abandoned.cancel()
 
     def _build(self, flight: Future[Loaded], plan: Plan, device: int, note: Note | None) -> None:
         try:

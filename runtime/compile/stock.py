@@ -86,7 +86,7 @@ class Stock:
         firsts = [(program, self._under_first(plan)) for program, plan in found]
         with self._lock:
             new = [(program, plan) for program, plan in firsts if plan.key.digest not in self._undivided]
-        return sum(len(program.ops) for program, plan in new if not self._compiler.is_stored(plan))
+        return sum(len(program.ops) for program, plan in new if not self._compiler.was_stored(plan))
 
     def keep_undivided(self, found: Sequence[tuple[Program, Plan]]) -> None:
         """Notes that a region is made of these."""

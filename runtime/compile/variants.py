@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -292,10 +293,11 @@ class RegionVariants:
         builder, device, first = self._builder, self._device, self._builder.first_tier()
         if first is None or (self.is_paid(1) and self._price_ms <= first.patience_ms):
             return False
-        if all(builder.compiler.has(plan, device) for _, plan in usual):
-            return False
+        if builder.knob("policy") != "frozen":
+            return not all(builder.compiler.was_needed(plan, device) for _, plan in usual)
         plans = (builder.plans.under(plan, first.options) for _, plan in usual)
-        return builder.knob("policy") != "frozen" or all(builder.compiler.has(plan, device) for plan in plans)
+        is_usual_there = all(builder.compiler.has(plan, device) for _, plan in usual)
+        return not is_usual_there and all(builder.compiler.has(plan, device) for plan in plans)
 
     def _recalled(self, usual: list[Plan]) -> Config | None:
         """The variant that was the fastest; None where that is not known, or nobody may ask."""
@@ -329,24 +331,28 @@ class RegionVariants:
                 return self._submitted_pieces()
         if options:
             found = [(program, plans.under(plan, options)) for program, plan in found]
-        builds = [builder.submit(program, plan, device, is_needed_now=is_needed_now) for program, plan in found]
-
-        def tell() -> None:
-            flown = list(builds)
-            builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
-            executables: dict[int, Executable] = {}
-            for build in flown:
-                with failing(functools.partial(_fail, made, build.about)):
-                    executables[id(build.program)] = builder.executable(build, device)
-                if made.done():
-                    return
-            with failing(made.set_exception):
-                self._digests[config] = [build.plan.key.digest for build in flown]
-                self._compile_ms[config] = sum(self._compiles_for(e.loaded) for e in executables.values())
-                made.set_result(self._form(executables))
-
-        _when_all(builds, tell)
+        wisher = None if is_needed_now else made
+        builds = [builder.submit(program, plan, device, wisher=wisher) for program, plan in found]
+        asked = (lambda: made) if is_needed_now else weakref.ref(made)
+        _when_all(builds, functools.partial(self._tell, config, builds, asked))
         return made
+
+    def _tell(self, config: Config, builds: list[Build], asked: Callable[[], Future[Any] | None]) -> None:
+        """Gives a variant of these programs to who has asked for it and still waits."""
+        made, flown = asked(), list(builds)
+        builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
+        if made is None:
+            return
+        executables: dict[int, Executable] = {}
+        for build in flown:
+            with failing(functools.partial(_fail, made, build.about)):
+                executables[id(build.program)] = self._builder.builder.executable(build, self._device)
+            if made.done():
+                return
+        with failing(made.set_exception):
+            self._digests[config] = [build.plan.key.digest for build in flown]
+            self._compile_ms[config] = sum(self._compiles_for(e.loaded) for e in executables.values())
+            made.set_result(self._form(executables))
 
     def _submitted_pieces(self) -> Future[Any]:
         """The pieces, compiled; it fails with an `NotBuiltError`."""

@@ -42,6 +42,10 @@ _POLL_SECONDS = 1e-3
 _NEVER_SECONDS = 10 * 365 * 24 * 3600
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # of mallopt(3)
 _COMPILES_BETWEEN_TRIMS = 32
+# What XLA takes beside the options of its flags.
+_BUILD_OPTIONS = frozenset(
+    {"exec_time_optimization_effort", "memory_fitting_effort", "optimization_level", "memory_fitting_level"}
+)
 
 
 class Client:
@@ -319,7 +323,10 @@ def compile_options(homes: Homes, excess_precision: bool, more: Options = ()) ->
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = len(homes), 1
     options.device_assignment = xla_client.DeviceAssignment.create(np.array(homes).reshape(-1, 1))
-    options.env_option_overrides = [("xla_allow_excess_precision", excess_precision), *more]
+    overrides = {"xla_allow_excess_precision": excess_precision, **dict(more)}
+    for name in _BUILD_OPTIONS.intersection(overrides):
+        setattr(options.executable_build_options, name, overrides.pop(name))
+    options.env_option_overrides = list(overrides.items())
     return options
 
 

@@ -130,11 +130,10 @@ class Autotuner:
         self._launches += 1
         if self._usual is not None and self._usual.done():
             if self._usual.cancelled() or self._usual.exception() is not None:
-                self._usual = None  # until the launches have paid again
-            else:
+                self._usual, self._launches = None, 0  # until the launches have paid again
+            else:  # the launches go on being counted: when a variant was compiled is a matter of the clock
                 self._config, self.variant = (), self._usual.result()
                 self._untried = self._variants.promoted()
-            self._launches = 0
 
     def _tune(self, work: Any, context: LaunchContext) -> None:
         turn = None

@@ -32,6 +32,8 @@ from .recovery import OpFailedError, Recovery, first_too_large
 from .runtime_numbers import RuntimeNumbers
 from .sequence import Sequence as Parts
 
+_SMALL_BYTES = 1 << 20
+
 Settle = Callable[[Any, Exception, int | None], None]
 
 
@@ -67,13 +69,22 @@ class Executor:
             return False
         return work.executable.is_prompt and not self._memory.limit(work.device)
 
+    def start(self, work: Any) -> None:
+        """Launches what the recorder cut, but for a work that `is_ahead` of earlier ones where these may be the worse
+        for it: other ranks launch it in its turn, or it takes memory that is limited."""
+        if work.is_ahead:
+            takes_memory = self._memory.limit(work.device) and work.output_bytes > _SMALL_BYTES
+            if work.executable.meets_others or takes_memory:
+                return
+        self.launch(work)
+
     def launch(self, work: Any) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
         if work.build_error is not None:
             self._recover(work, work.build_error, None)
             return
         executable = work.executable
-        if work.stopped_by is not None and not executable.meets_others:
+        if work.stopped_by is not None and (executable is None or not executable.meets_others):
             self._roll_back(work, work.stopped_by)
             return
         if PaddedArray.exist and not executable.takes_padding and not isinstance(work, PaddedWork):

@@ -30,6 +30,7 @@ class Counters:
     programs_swept: int = 0
     variants_kept: int = 0
     programs_compiled: int = 0
+    compiles_abandoned: int = 0
     compile_ms: float = 0.0
     load_ms: float = 0.0
     lower_ms: float = 0.0

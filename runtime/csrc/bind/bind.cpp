@@ -129,11 +129,13 @@ py::dict stats() {
   d["live_buffers"] = buffers;
   d["live_nodes"] = live_nodes;
   d["queue"] = queue_length();
+  d["launched_ahead"] = num_launched_ahead.load();
   return d;
 }
 
 void reset_stats() {
   reset_inference_counts();
+  num_launched_ahead = 0;
   StateGuard guard(state_lock);
   runtime.counters = {};
 }
@@ -212,8 +214,7 @@ void bind_engine_types(py::module& m) {
       .def("ready", [](Plan& p, py::object executable) { plan_ready(p, executable.ptr()); })
       .def("failed", [](Plan& p, py::object error) { plan_failed(p, error.ptr()); });
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
-      .def_property_readonly("executable",
-                             [](const Work& w) { return py::reinterpret_borrow<py::object>(w.plan->executable); })
+      .def_property_readonly("executable", [](const Work& w) { return or_none(w.plan->executable); })
       .def_property_readonly("build_error", [](const Work& w) { return or_none(w.plan->error); })
       .def_property_readonly("stopped_by", [](const Work& w) { return or_none(w.transaction->error); })
       .def_property_readonly("device", [](const Work& w) { return static_cast<int>(w.device); })
@@ -227,7 +228,9 @@ void bind_engine_types(py::module& m) {
                                return make_program(p.node, p.inputs, p.outputs, p.donated, p.line);
                              })
       .def("inputs", &input_objects)
-      .def_property_readonly("is_slice", [](const Work& w) { return w.is_slice; })
+      .def_property_readonly("is_slice", [](const Work& w) { return w.is_slice || w.ahead == Ahead::kTrying; })
+      .def_property_readonly("is_ahead", [](const Work& w) { return w.ahead == Ahead::kTrying; })
+      .def_property_readonly("output_bytes", [](const Work& w) { return w.plan->output_bytes; })
       .def("errors", [](const Work& w) { return by_input(w, &error_of); })
       .def("guards", [](const Work& w) { return by_input(w, [](const Buffer& b) { return b.guard; }); })
       .def("done",

@@ -1,6 +1,7 @@
 // What became of a launch: in come the engine's arrays and errors, out go buffers that are ready or have failed.
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "bind/bridge.h"
@@ -51,6 +52,13 @@ BufferRef find_restored(Work& work, size_t output) {
   if (root >= 0 || root == kNoValue) return {};
   const BufferRef& input = work.inputs[~root];
   return input && !is_gone(*input) ? restored_by(input) : BufferRef();
+}
+
+// A launch before its turn that fails, or that has more to say than its values, comes to nothing.
+bool gives_up(Work& work) {
+  if (work.is_slice || work.ahead == Ahead::kNo) return false;
+  work.ahead = Ahead::kGivenUp;
+  return true;
 }
 
 // A thread that sees a buffer fail finds the transaction failed.
@@ -131,6 +139,8 @@ BufferRef restored_by(const BufferRef& buffer) {
 }
 
 void work_done(Work& work, const std::vector<PyObject*>& objects, const std::vector<PyObject*>& guards) {
+  bool has_guards = std::any_of(guards.begin(), guards.end(), [](PyObject* guard) { return guard; });
+  if (work.ahead == Ahead::kGivenUp || (has_guards && gives_up(work))) return;
   for (size_t i = 0; i < work.outputs.size(); i++) {
     if (work.outputs[i]) set_ready(*work.outputs[i], objects[i], guards.empty() ? nullptr : guards[i]);
   }
@@ -138,6 +148,7 @@ void work_done(Work& work, const std::vector<PyObject*>& objects, const std::vec
 }
 
 void work_spoil(Work& work, size_t output, PyObject* error) {
+  if (gives_up(work)) return;
   BufferRef buffer = std::move(work.outputs[output]);
   if (!buffer) return;
   Py_INCREF(error);
@@ -149,12 +160,13 @@ void work_spoil(Work& work, size_t output, PyObject* error) {
 }
 
 void work_keep(Work& work, size_t output, PyObject* object, PyObject* guard) {
+  if (gives_up(work)) return;
   BufferRef buffer = std::move(work.outputs[output]);
   if (buffer) set_ready(*buffer, object, guard);
 }
 
 void work_restore(Work& work, size_t output, BaseRef base, PyObject* object, PyObject* guard) {
-  if (!work.outputs[output]) return;
+  if (gives_up(work) || !work.outputs[output]) return;
   work.restored.resize(work.outputs.size());
   work.restored[output] = c10::make_intrusive<Buffer>(std::move(base), work.device, BufferState::kPending);
   work.restored[output]->maker = work.outputs[output]->maker;
@@ -163,6 +175,7 @@ void work_restore(Work& work, size_t output, BaseRef base, PyObject* object, PyO
 }
 
 void work_take_back(Work& work, uint64_t seed, uint64_t offset) {
+  if (gives_up(work)) return;
   const auto& draws = work.changes.draws;
   for (size_t i = 0; i < std::min(draws.size(), work.first_undone); i++) {
     if (draws[i].seed == seed && draws[i].offset == offset) work.first_undone = i;
@@ -170,6 +183,7 @@ void work_take_back(Work& work, uint64_t seed, uint64_t offset) {
 }
 
 void work_failed(Work& work, PyObject* error) {
+  if (gives_up(work)) return;
   if (!work.is_slice) fail_transaction(work, error);
   if (!work.is_slice && work.transaction) {
     StateGuard guard(state_lock);
@@ -178,6 +192,12 @@ void work_failed(Work& work, PyObject* error) {
   for (size_t i = 0; i < work.outputs.size(); i++) work_spoil(work, i, error);
   work.outputs.clear();
   if (!work.is_slice) keep_unseen(error);
+}
+
+void work_passed(Work& work) {
+  if (work.is_slice || !work.transaction->error) return;
+  StateGuard guard(state_lock);
+  work.transaction->undone.add(std::exchange(work.changes, {}));
 }
 
 void raise_failure(PyObject* error) {

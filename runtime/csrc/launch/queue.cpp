@@ -5,10 +5,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
+#include <unordered_set>
 
 #include "bind/bridge.h"
 #include "device/gil.h"
@@ -34,8 +36,10 @@ struct Queue {
   std::condition_variable changed;    // for threads that wait: something was planned, launched or stopped
   std::deque<WorkRef> works;          // in launch order
   std::deque<std::shared_ptr<Plan>> plans;
-  bool is_idle = false;    // the launcher waits for work
-  bool is_urgent = false;  // a thread waits for what the launcher does
+  bool is_idle = false;                // the launcher waits for work
+  bool is_urgent = false;              // a thread waits for what the launcher does
+  std::vector<const Buffer*> awaited;  // by threads that wait for them alone
+  bool may_overtake = false;           // works behind the front may have become launchable, of which one is awaited
   uint64_t next_sequence = 0, next_done = 0;
   bool is_stopping = false;
   std::thread::id stopper;  // the thread that stops
@@ -185,7 +189,44 @@ void start_threads() {
   }
 }
 
-bool is_launchable(const Work& work) { return !work.plan || work.plan->state != Plan::kNew; }
+// What fails without being launched, as an earlier region has, waits for no compile.
+bool is_launchable(const Work& work) {
+  if (!work.plan || work.plan->state != Plan::kNew) return true;
+  return work.plan->is_planned && work.transaction->error;
+}
+
+bool is_pending(const Buffer& buffer) { return buffer.state.load(std::memory_order_acquire) == BufferState::kPending; }
+
+// Whether a launch of the work before earlier ones leaves these, what fails of them and its own failure as they would
+// be without it.
+bool is_independent(const Work& work) {
+  return work.plan && work.plan->state == Plan::kReady && (work.plan->is_pure || work.is_slice) &&
+         work.ahead == Ahead::kNo && !work.transaction->error;
+}
+
+// The first work of those that make a value, where all of these may overtake the works before them that do not.  Under
+// queue->mutex; the caller holds queue->order.
+std::deque<WorkRef>::iterator find_ahead(const Buffer* value) {
+  std::unordered_set<const Buffer*> needed{value}, taken;
+  auto first = queue->works.end();
+  for (auto at = queue->works.end(); at != queue->works.begin();) {
+    const Work& work = **--at;
+    auto is_in = [](const auto& buffers) {
+      return [&](const BufferRef& buffer) { return buffers.contains(buffer.get()); };
+    };
+    if (std::none_of(work.outputs.begin(), work.outputs.end(), is_in(needed))) {
+      if (std::any_of(work.inputs.begin(), work.inputs.end(), is_in(taken))) return queue->works.end();
+      continue;
+    }
+    if (!is_independent(work)) return queue->works.end();
+    first = at;
+    for (size_t i = 0; i < work.inputs.size(); i++) {
+      if (is_pending(*work.inputs[i])) needed.insert(work.inputs[i].get());
+      if (work.plan->donated[i]) taken.insert(work.inputs[i].get());
+    }
+  }
+  return first;
+}
 
 void finish(Work& work) {
   for (auto& input : work.inputs) input.reset();
@@ -219,7 +260,7 @@ void run(Work& work, const WorkRef& ref) {
   }
 }
 
-void launch_work(const WorkRef& work) {
+void call_engine(const WorkRef& work) {
   double started;
   {
     AcquireGil gil;
@@ -234,7 +275,51 @@ void launch_work(const WorkRef& work) {
   }
   work->finished_at = seconds_now();
   if (work->plan) work->plan->is_quick = work->finished_at - started < kQuickSeconds;
+}
+
+void launch_work(const WorkRef& work) {
+  if (std::exchange(work->ahead, Ahead::kNo) == Ahead::kDone) {
+    work_passed(*work);
+  } else {
+    call_engine(work);
+  }
   finish(*work);
+}
+
+// Launches a work that somebody waits for, out of the queue, into which it goes back until its turn comes: where that
+// comes to nothing, it is launched then.  The caller holds queue->order.
+void launch_ahead(const WorkRef& work) {
+  work->ahead = Ahead::kTrying;
+  call_engine(work);
+  bool is_done = work->outputs.empty();
+  work->ahead = is_done ? Ahead::kDone : Ahead::kGivenUp;
+  num_launched_ahead += is_done;
+  if (is_done) {
+    for (auto& input : work->inputs) input.reset();
+  }
+  {
+    QueueLock lock;
+    auto& works = queue->works;
+    auto follows = [&](const WorkRef& other) { return other->sequence > work->sequence; };
+    works.insert(std::find_if(works.begin(), works.end(), follows), work);
+  }
+  queue->changed.notify_all();
+}
+
+// Takes a work out of the queue that may overtake the front, for the sake of a thread that waits; null where none may.
+// The caller holds queue->order.
+WorkRef take_ahead() {
+  QueueLock lock;
+  if (queue->is_stopping || !queue->may_overtake) return nullptr;
+  for (const Buffer* value : queue->awaited) {
+    auto found = find_ahead(value);
+    if (found == queue->works.end()) continue;
+    WorkRef work = *found;
+    queue->works.erase(found);
+    return work;
+  }
+  queue->may_overtake = false;
+  return nullptr;
 }
 
 // What may be launched now; null where nothing may.  The caller holds queue->order, so that it stays the front.
@@ -271,7 +356,7 @@ void launch_loop() {
     {
       QueueLock lock;
       queue->to_launch.wait(lock, [] {
-        bool can_launch = !queue->works.empty() && is_launchable(*queue->works.front());
+        bool can_launch = queue->may_overtake || (!queue->works.empty() && is_launchable(*queue->works.front()));
         queue->is_idle = !can_launch;
         return can_launch || queue->is_stopping;
       });
@@ -283,8 +368,25 @@ void launch_loop() {
     if (!is_urgent) await_gil();
     AcquireGil gil;  // once for all that wait
     took_gil();
-    while (WorkRef work = launchable_front()) launch_front(work);
+    for (;;) {
+      if (WorkRef front = launchable_front()) {
+        launch_front(front);
+      } else if (WorkRef work = take_ahead()) {
+        launch_ahead(work);
+      } else {
+        break;
+      }
+    }
   }
+}
+
+void notify() {
+  {
+    QueueLock lock;
+    queue->may_overtake = !queue->awaited.empty();
+  }
+  queue->to_launch.notify_one();
+  queue->changed.notify_all();
 }
 
 void plan_loop() {
@@ -299,8 +401,12 @@ void plan_loop() {
       next = queue->plans.front();
       queue->plans.pop_front();
     }
-    AcquireGil gil;
-    plan(next);
+    {
+      AcquireGil gil;
+      plan(next);
+    }
+    next->is_planned = true;
+    notify();
   }
 }
 
@@ -327,6 +433,7 @@ void plan_loop() {
 
 std::atomic<int> num_reading{0};
 std::atomic<bool> has_arrivals{false};
+std::atomic<int64_t> num_launched_ahead{0};
 
 void refuse_or_sleep() {
   TORCH_CHECK(runtime.process != Process::kForked,
@@ -400,8 +507,27 @@ void throttle() {
       [] { return describe_front(); }, OnSignal::kReturn);
 }
 
+namespace {
+// While it lives a thread waits for the value, which may be launched before what was cut earlier.
+class Awaiting {
+ public:
+  explicit Awaiting(const Buffer& value) : value_(&value) {
+    QueueLock lock;
+    queue->awaited.push_back(value_);
+    queue->may_overtake = true;
+  }
+  ~Awaiting() {
+    QueueLock lock;
+    queue->awaited.erase(std::find(queue->awaited.begin(), queue->awaited.end(), value_));
+  }
+
+ private:
+  const Buffer* value_;
+};
+}  // namespace
+
 void wait_ready(const BufferRef& buffer) {
-  auto is_pending = [&] { return buffer->state.load(std::memory_order_acquire) == BufferState::kPending; };
+  auto is_pending = [&] { return torchtpu::is_pending(*buffer); };
   if (!is_pending()) return;
   auto launch_here = [&] {
     std::unique_lock<std::mutex> order(queue->order, std::try_to_lock);
@@ -415,6 +541,7 @@ void wait_ready(const BufferRef& buffer) {
     launch_here();
   }
   if (!is_pending()) return;
+  Awaiting awaiting(*buffer);
   hurry_launcher();
   wait_until([&] { return !is_pending() || queue->is_stopping; }, [&] { return describe_maker(buffer); });
   TORCH_CHECK(!is_pending(), "tpu: the runtime was shut down before this value was computed");
@@ -437,16 +564,6 @@ void wait_all() {
 }
 
 // ---- what the engine answers
-
-namespace {
-void notify() {
-  {
-    QueueLock lock;
-  }
-  queue->to_launch.notify_one();
-  queue->changed.notify_all();
-}
-}  // namespace
 
 void plan_ready(Plan& plan, PyObject* executable) {
   Py_INCREF(executable);

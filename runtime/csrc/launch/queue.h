@@ -28,9 +28,11 @@ struct Plan {
   std::string nearest;                     // under policy frozen: the known region that has most in common
   const std::shared_ptr<CodePlace> entry;  // where that began
   std::atomic<State> state{kNew};
-  std::atomic<bool> is_quick{false};  // its last launch took so little time that a reading thread may do the next
-  PyObject* executable = nullptr;     // written before state becomes kReady
-  PyObject* error = nullptr;          // written before state becomes kFailed
+  std::atomic<bool> is_planned{false};  // the engine has seen it: one that is not ready then involves no other rank
+  std::atomic<bool> is_quick{false};    // its last launch took so little time that a reading thread may do the next
+  bool is_pure = false;                 // a launch makes new values, and has no other effect
+  PyObject* executable = nullptr;       // written before state becomes kReady
+  PyObject* error = nullptr;            // written before state becomes kFailed
   ~Plan();
 };
 
@@ -41,6 +43,14 @@ Versions versions_of(const Node* end);
 int32_t oldest(const Versions& versions, int32_t value);
 // What a storage that holds this buffer now is given back where a later version fails.
 BufferRef restored_by(const BufferRef& buffer);
+
+// Whether a work that a thread waits for was launched before works that were cut earlier.
+enum class Ahead : uint8_t {
+  kNo,
+  kTrying,   // while it is: should it fail, nothing has happened
+  kDone,     // its values are there, and its turn is still to come
+  kGivenUp,  // it may not be, or it failed
+};
 
 // One launch of a plan, or a marker (no plan) that stamps the time when everything before it has finished.
 struct Work {
@@ -58,6 +68,7 @@ struct Work {
   std::vector<BufferRef> restored;   // by output, where that fails and its storage held a value made in the region
   std::optional<Versions> versions;  // once an output has failed
   bool is_slice = false;             // computes again, for a read, what its region will compute
+  Ahead ahead = Ahead::kNo;          // changed by who holds queue->order
   std::atomic<bool> is_done{false};
   double cut_at = 0, finished_at = 0;  // seconds of the steady clock; finished_at is a marker's
 };
@@ -88,6 +99,7 @@ void wait_ready(const BufferRef& buffer);
 void wait_all();
 void wait_done(const WorkRef& work);
 int64_t queue_length();
+extern std::atomic<int64_t> num_launched_ahead;
 
 // What the engine answers; the GIL is held.
 void plan_ready(Plan& plan, PyObject* executable);
@@ -103,6 +115,9 @@ void work_restore(Work& work, size_t output, BaseRef base, PyObject* object, PyO
 void work_take_back(Work& work, uint64_t seed, uint64_t offset);
 // What is left of the outputs fails, and with it the transaction.
 void work_failed(Work& work, PyObject* error);
+// The turn of a work has come whose values are there: where an earlier one has failed since, what Python did while its
+// ops were recorded is taken back.
+void work_passed(Work& work);
 // Raises, once, the first failure that no read has raised.
 void raise_unseen_error();
 // Raises an error that a value failed with.  Storages get back what they held before the op that failed; so do those

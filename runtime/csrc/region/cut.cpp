@@ -69,6 +69,17 @@ int64_t total_bytes(const std::vector<BaseRef>& bases) {
   return bytes;
 }
 
+bool is_pure(const Node* end, const std::vector<int32_t>& outputs) {
+  for (const Node* node = end; node->info; node = node->parent) {
+    if (node->info->runs_once) return false;
+  }
+  Versions versions = versions_of(end);
+  return std::none_of(outputs.begin(), outputs.end(), [&](int32_t value) {
+    int32_t root = oldest(versions, value);
+    return root < 0 && root != kNoValue;
+  });
+}
+
 // A plan that computes more than is alive is good enough where the surplus is small.
 constexpr int64_t kSmallSurplusBytes = 1 << 20;
 
@@ -180,6 +191,7 @@ std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, 
   plan->output_bytes = total_bytes(plan->output_bases);
   plan->outputs = std::move(outputs);
   plan->donated = std::move(donated);
+  plan->is_pure = is_pure(r.at, plan->outputs);
   plan->line = line;
   if (runtime.policy.is_frozen) plan->nearest = describe_nearest(r.at);
   enqueue_plan(plan);
