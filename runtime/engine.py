@@ -294,7 +294,8 @@ class Engine:
             return None
 
         try:
-            padded = (self._layouts.pad_as if alone else self._layouts.pad)(program, others, self.fragments.check_padding)
+            pad = self._layouts.pad_as if alone else self._layouts.pad
+            padded = pad(program, others, self.fragments.check_padding)
         except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
             self._refuse(program, error)
             return None

@@ -270,7 +270,8 @@ def _ops() -> list[Row]:
     where = "tpu" if config.get("target") else {"gpu": "cuda"}.get(platform(), platform())
     only = {name: entry for (name, place), entry in ops.PLATFORM_LOWERINGS.items() if place == where}
     table = {**only, **ops.LOWERINGS}
-    return [entry.row() for name, entry in table.items() if name not in ops.REMOVED or torch.__version__ < ops.REMOVED[name]]
+    gone = {name for name, version in ops.REMOVED.items() if torch.__version__ >= version}
+    return [entry.row() for name, entry in table.items() if name not in gone]
 
 
 _LIMITS = ("max_region_ops", "max_region_bytes", "max_in_flight", "max_trie_nodes", "max_programs")

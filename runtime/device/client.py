@@ -190,7 +190,7 @@ class Client:
     def handlers(self, avals: Sequence[Aval], device: int) -> list[Any]:
         """What makes arrays of a launch's outputs; made once per executable."""
         return [
-            _jax.array_result_handler(_aval(shape, dtype), self._shardings[device], True, **UNCHECKED_HANDLER)  # noqa: FBT003
+            _jax.array_result_handler(_aval(shape, dtype), self._shardings[device], True, **UNCHECKED_HANDLER)
             for shape, dtype in avals
         ]
 
