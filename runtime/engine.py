@@ -139,7 +139,8 @@ class Engine:
         self._layouts = Layouts(is_special)
         # What runs a padded program, while some size of it is known.
         self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
-        self.launch = self._executor.launch
+        self.launch = self._executor.launch_recorded
+        self.resume = self._executor.resume
         self.is_prompt = self._executor.is_prompt
 
     def close(self) -> bool:

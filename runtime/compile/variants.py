@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -23,7 +25,7 @@ from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program
-from torchtpu.runtime.partition.clusters import Clusters
+from torchtpu.runtime.partition.clusters import MS_A_LAUNCH, Clusters
 from torchtpu.runtime.partition.pieces import divide
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
@@ -36,6 +38,9 @@ from .stock import Piece, Stock
 from .tiers import FirstTier, Sweep
 
 _WHOLE = "whole"
+_FEW_CORES = 2
+_IDLE_SECONDS, _IDLE_SHARE = 1.0, 0.1  # a process that computes no more than this for so long is idle
+_MOST_SHARE = 0.05  # of the process's CPU time that candidates take
 
 
 class NotBuiltError(RuntimeError):
@@ -45,6 +50,35 @@ class NotBuiltError(RuntimeError):
         super().__init__(f"the region recorded at {about.line} ({about.ops} ops) is not compiled: {cause}")
         self.about = about
         self.__cause__ = cause
+
+
+class SpareTime:
+    """The time in which candidates are compiled, which no launch needs: at most a twentieth of what the process
+    computes and, with few cores, where it has not computed for a while."""
+
+    def __init__(self, cores: int) -> None:
+        self._needs_idleness = cores <= _FEW_CORES
+        self._spent_ms = 0.0
+        self._looked_at = time.monotonic(), time.process_time()
+        self._idle_until = 0.0
+        self._lock = threading.Lock()
+
+    def has_room_for(self, milliseconds: float) -> bool:
+        """Whether so long a compile may begin now."""
+        now, computed = time.monotonic(), time.process_time()
+        with self._lock:
+            before, computed_before = self._looked_at
+            if now - before >= _IDLE_SECONDS:
+                self._looked_at = now, computed
+                if computed - computed_before <= _IDLE_SHARE * (now - before):
+                    self._idle_until = now + _IDLE_SECONDS
+            is_allowed = (self._spent_ms + milliseconds) <= _MOST_SHARE * computed * 1e3
+            return is_allowed and (now < self._idle_until or not self._needs_idleness)
+
+    def spend(self, milliseconds: float) -> None:
+        """A candidate was compiled."""
+        with self._lock:
+            self._spent_ms += milliseconds
 
 
 class VariantBuilder:
@@ -73,6 +107,7 @@ class VariantBuilder:
         self.first = first
         self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"))
         self.refused: set[str] = set()
+        self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
 
     def known_pieces(self, program: Program, device: int) -> list[Piece]:
         """The pieces of a region for which nothing has to be lowered: new regions keep ending on its line, and it is
@@ -225,10 +260,19 @@ class RegionVariants:
     def is_due(self, config: Config, launches: int, seconds: float) -> bool:
         sweep = self._builder.sweep
         if config[-1] == _WHOLE:
-            return self._clusters is not None and launches > self._clusters.hot
-        if sweep is None or not self._builder.knob("sweep"):
+            is_due = self._clusters is not None and launches > self._clusters.hot
+        elif sweep is None or not self._builder.knob("sweep"):
             return False
-        return sweep.is_due(launches * seconds * 1e3, self._compile_ms[config[:-1]], self._tried)
+        else:
+            is_due = sweep.is_due(launches * seconds * 1e3, self._compile_ms[config[:-1]], self._tried)
+        return is_due and self._has_time_for(config)
+
+    def _has_time_for(self, config: Config) -> bool:
+        if self._builder.knob("compare") == "always":
+            return True
+        is_whole = config[-1] == _WHOLE and self._clusters is not None
+        compile_ms = self._clusters.hot * MS_A_LAUNCH if is_whole else self._compile_ms[config[:-1]]
+        return self._builder.spare_time.has_room_for(compile_ms)
 
     def has_to_be_usual(self) -> bool:
         return self._builder.is_deterministic()
@@ -332,6 +376,8 @@ class RegionVariants:
             with failing(made.set_exception):
                 self._digests[config] = [build.plan.key.digest for build in flown]
                 self._compile_ms[config] = sum(self._compiles_for(e.loaded) for e in executables.values())
+                if config and config != FIRST and not is_needed_now:
+                    self._builder.spare_time.spend(sum(e.loaded.milliseconds for e in executables.values()))
                 made.set_result(self._form(executables))
 
         _when_all(builds, tell)

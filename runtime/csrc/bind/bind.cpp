@@ -12,6 +12,7 @@
 #include "bind/process_group.h"
 #include "device/device.h"
 #include "device/gil.h"
+#include "launch/direct.h"
 #include "launch/queue.h"
 #include "launch/read.h"
 #include "launch/signals.h"
@@ -225,6 +226,12 @@ void bind_engine_types(py::module& m) {
                                return make_program(p.node, p.inputs, p.outputs, p.donated, p.line);
                              })
       .def("inputs", &input_objects)
+      .def_property_readonly("engine_launches", [](const Work& w) { return w.plan->engine_launches; })
+      .def("launch_directly",
+           [](Work& w, py::object holder) {
+             w.plan->direct = holder.cast<DirectLaunch*>();
+             Py_XDECREF(std::exchange(w.plan->direct_holder, holder.release().ptr()));
+           })
       .def_property_readonly("is_slice", [](const Work& w) { return w.is_slice; })
       .def("errors", [](const Work& w) { return by_input(w, &error_of); })
       .def("guards", [](const Work& w) { return by_input(w, [](const Buffer& b) { return b.guard; }); })
@@ -279,6 +286,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("built_torch_version") = TORCH_VERSION;
   bind_device(m);
   bind_engine_types(m);
+  bind_direct(m);
   bind_replay(m);
   bind_process_group(m);
   m.def("register_ops", [](const py::list& rows) {
@@ -343,6 +351,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("observe_reads", [](bool on) { reads_are_observed = on; });
   m.def("dump", &dump);
   m.def("current_line", &current_line);
+  m.def("suggest_memory_format", [](const at::Tensor& t) { return t.suggest_memory_format(); });
   m.def("drain", [] { drain_decrefs(); });
   py::class_<SignalsScope>(m, "SignalsDeferred")
       .def(py::init<>())

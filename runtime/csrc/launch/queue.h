@@ -31,6 +31,11 @@ struct Plan {
   std::atomic<bool> is_quick{false};  // its last launch took so little time that a reading thread may do the next
   PyObject* executable = nullptr;     // written before state becomes kReady
   PyObject* error = nullptr;          // written before state becomes kFailed
+  // What its next launch may do without the engine, and who holds it; null where the engine has to be asked.  These and
+  // the number of launches that the engine made are read and written with the GIL held.
+  struct DirectLaunch* direct = nullptr;
+  PyObject* direct_holder = nullptr;
+  int64_t engine_launches = 0;
   ~Plan();
 };
 

@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import torch
+from torch._prims_common import get_computation_dtype
 
-from torchtpu.ops.registry import jnp, lax, lowering, opmath
+from torchtpu.ops.registry import jnp, lax, like, lowering, opmath
+from torchtpu.runtime import _C
 
 _STATS = ("running_mean", "running_var")
 
@@ -59,7 +61,41 @@ def _normalize(
     return _affine(x, mean, rstd, weight, bias), mean, rstd, *moved
 
 
-@lowering("native_batch_norm", mutates=_STATS)
+def _infer_batch_norm(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: Any, eps: Any
+) -> tuple[torch.Tensor, ...]:
+    given = weight, bias, running_mean, running_var
+    made = _laid_out(input, input, given)
+    lacks_statistics = not training and (running_mean is None or running_var is None)
+    if made is None or lacks_statistics or (training and input.numel() == input.shape[1]):
+        arguments = input, weight, bias, running_mean, running_var, training, momentum, eps
+        return torch.ops.aten.native_batch_norm(*arguments)  # type: ignore[no-any-return]
+    dtype = get_computation_dtype(input.dtype)
+    return made, *(input.new_empty(input.shape[1], dtype=dtype) for _ in range(2))
+
+
+def _laid_out(grad: torch.Tensor, input: torch.Tensor, per_channel: Any) -> torch.Tensor | None:
+    """What is made of each element of both; None where PyTorch's meta function has to say how it lies, or what is
+    wrong."""
+    dtypes = input.dtype, get_computation_dtype(input.dtype)
+    is_usual = (
+        input.dim() >= 2
+        and input.numel() > 0
+        and input.is_floating_point()
+        and grad.shape == input.shape
+        and grad.dtype == input.dtype
+        and all(t is None or (t.shape == (input.shape[1],) and t.dtype in dtypes) for t in per_channel)
+    )
+    if not is_usual:
+        return None
+    if input.is_contiguous() and grad.is_contiguous():
+        return input.new_empty(input.shape)
+    memory_format = _C.suggest_memory_format(input)
+    is_alike = min(input.shape) > 1 and grad.stride() == input.stride()
+    return like(input) if is_alike and input.is_contiguous(memory_format=memory_format) else None
+
+
+@lowering("native_batch_norm", mutates=_STATS, infer=_infer_batch_norm)
 @lowering("_native_batch_norm_legit")
 def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, *, ctx):
     made, mean, rstd, *moved = _normalize(input, weight, bias, running_mean, running_var, training, momentum, eps)
@@ -93,7 +129,20 @@ def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentu
     return made, mean, rstd, jnp.zeros((0,), jnp.uint8)
 
 
-@lowering("native_batch_norm_backward")
+def _infer_batch_norm_backward(
+    grad_out: Any, input: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_invstd: Any,
+    train: bool, eps: Any, output_mask: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    used = (save_mean, save_invstd) if train else (running_mean, running_var)
+    made = None if any(t is None for t in used) else _laid_out(grad_out, input, (weight, *used))
+    if made is None:
+        arguments = grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+        return torch.ops.aten.native_batch_norm_backward(*arguments)  # type: ignore[no-any-return]
+    dtype = input.dtype if weight is None else weight.dtype
+    return made, *(input.new_empty(input.shape[1], dtype=dtype) if wanted else None for wanted in output_mask[1:])
+
+
+@lowering("native_batch_norm_backward", infer=_infer_batch_norm_backward)
 def native_batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
 ):
