@@ -145,6 +145,7 @@ class Engine:
         # What runs a padded program, while some size of it is known.
         self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.start
+        self.resume = self._executor.resume
         self.is_prompt = self._executor.is_prompt
 
     def close(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from torchtpu import startup
+from torchtpu.runtime import _C
 
 
 def refuse(*args: Any, **named: Any) -> Any:
@@ -63,6 +64,12 @@ def loading(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compiler, "_load_or_compile", load)
 
 
+def all_by_engine(patch: pytest.MonkeyPatch) -> None:
+    """The recorder repeats no launch without the engine."""
+    patch.setattr(startup.engine()._executor, "_may_be_direct", lambda device: False)
+    _C.forget_direct_launches()
+
+
 def launching(patch: pytest.MonkeyPatch, fails: Any = refuse) -> None:
     executor: Any = startup.engine()._executor
     works, execute = executor.run, executor._client.execute
@@ -75,6 +82,7 @@ def launching(patch: pytest.MonkeyPatch, fails: Any = refuse) -> None:
             return works(work, *rest, **named)
 
     patch.setattr(executor, "run", run)
+    all_by_engine(patch)
     assert execute
 
 
@@ -103,6 +111,7 @@ def launching_too_late(patch: pytest.MonkeyPatch) -> None:
             return run_works(work, *rest, **named)
 
     patch.setattr(executor, "run", run)
+    all_by_engine(patch)
 
 
 def filling_the_disk(patch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_lists_are_taken_apart_where_their_elements_are_apart(engine: Engine) ->
 
 def hot_engine(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> tuple[Engine, Program, Record]:
     monkeypatch.setattr(clusters, "_HOT", 3)
-    monkeypatch.setattr(clusters, "_MS_A_LAUNCH", 1e9)
+    monkeypatch.setattr(clusters, "MS_A_LAUNCH", 1e9)
     monkeypatch.setattr("torchtpu.runtime.telemetry.log.write", logged.append)
     engine = make_engine(knobs={"log": ("cluster",)})
     with Record() as record:

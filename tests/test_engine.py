@@ -29,7 +29,7 @@ from torchtpu.runtime.telemetry.counters import Counters
 KNOBS: dict[str, Any] = {
     "clusters": True, "debug_nans": "off", "excess_precision": False, "log": (), "memory_limit": 0,
     "num_compile_threads": 1, "policy": "background", "deterministic": False, "sweep": False, "tiers": "off",
-    "max_programs": 1024, "max_fragments": 16384, "check": "off", "padding": True,
+    "compare": "always", "max_programs": 1024, "max_fragments": 16384, "check": "off", "padding": True,
 }  # fmt: skip
 
 
@@ -126,6 +126,7 @@ class Work:
         self.restored: dict[int, Any] = {}
         self.error: Any = None
         self.build_error = self.stopped_by = None
+        self.engine_launches = 1  # the recorder repeats nothing itself
 
     def inputs(self) -> list[Any]:
         return [None if isinstance(i, Exception) else i for i in self._inputs]

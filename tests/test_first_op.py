@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from script import run_script
 
 from torchtpu import metrics
+from torchtpu.ops.nn.batch_norm import _infer_batch_norm, _infer_batch_norm_backward
 
 HEAVY = ("sympy", "torch._dynamo", "torch._inductor")
 
@@ -31,11 +35,104 @@ SCRIPT = """
     print([name for name in HEAVY if name in sys.modules])
 """
 
+STEP = """
+    import sys, torch
+    from torch import nn
+    from torch.nn import functional as F
 
-def test_ordinary_ops_import_no_symbolic_shapes_and_no_compiler_of_torch() -> None:
-    ended = run_script(SCRIPT.replace("HEAVY", repr(HEAVY)))
+    torch.manual_seed(0)
+    MODEL
+    model.to("tpu")
+    classes = torch.tensor([1, 2, 3, 4], device="tpu")
+    for _ in range(2):
+        loss = F.cross_entropy(model(x), classes)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    print(loss.item())
+    with torch.no_grad():
+        print(model.eval()(x).sum().item())
+    print([name for name in HEAVY if name in sys.modules])
+"""
+
+CNN = """
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5),
+    )
+    x = torch.randn(4, 3, 16, 16, device="tpu")
+"""
+
+ATTENTION = """
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 5)
+
+        def forward(self, x):
+            q, k, v = self.qkv(self.norm(x)).view(4, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(made.transpose(1, 2).reshape(4, 6, 16)).mean(1)
+
+    model = Attention()
+    x = torch.randn(4, 6, 16, device="tpu")
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [SCRIPT, STEP.replace("    MODEL\n", CNN[1:]), STEP.replace("    MODEL\n", ATTENTION[1:])]
+)
+def test_ordinary_ops_import_no_symbolic_shapes_and_no_compiler_of_torch(script: str) -> None:
+    ended = run_script(script.replace("HEAVY", repr(HEAVY)))
     assert ended.status == 0, ended.err
     assert ended.out.splitlines()[-1] == "[]"
+
+
+def looks(made: Any) -> list[Any]:
+    """Shapes, strides and dtypes of an op's results."""
+    return [t if not isinstance(t, torch.Tensor) else (tuple(t.shape), t.stride(), t.dtype) for t in made]
+
+
+def images() -> Iterator[torch.Tensor]:
+    """Of every layout that an image may have, and of none."""
+    for shape in ((2, 4, 6, 5), (1, 4, 6, 5), (2, 4, 1, 1), (2, 1, 3, 3)):
+        x = torch.randn(shape)
+        yield from (x, x.to(memory_format=torch.channels_last), x.transpose(2, 3), x.permute(1, 0, 2, 3).contiguous()
+                    .permute(1, 0, 2, 3), torch.randn(*shape[:3], 2 * shape[3])[..., ::2])  # fmt: skip
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_batch_norm_looks_as_pytorchs_meta_function_says(*, is_training: bool) -> None:
+    for image in images():
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = image.to("meta", dtype)
+            given = [torch.ones(x.shape[1], device="meta") for _ in range(4)]
+            arguments = *given, is_training, 0.1, 1e-5
+            made = _infer_batch_norm(x, *arguments)
+            assert looks(made) == looks(torch.ops.aten.native_batch_norm(x, *arguments))
+            saved = made[1:]
+            rest = given[0], *given[2:], *saved, is_training, 1e-5, [True, True, True]
+            backward = torch.ops.aten.native_batch_norm_backward(x, x, *rest)
+            assert looks(_infer_batch_norm_backward(x, x, *rest)) == looks(backward)
+
+
+def test_convolution_looks_as_on_the_cpu() -> None:
+    for image in images():
+        for weight in (torch.randn(6, image.shape[1], 2, 1), torch.randn(6, image.shape[1], 1, 2)):
+            for laid_out in (weight, weight.to(memory_format=torch.channels_last)):
+                for is_transposed in (False, True):
+                    w = laid_out.transpose(0, 1) if is_transposed else laid_out
+                    arguments = (2, 1), (1, 1), (1, 2), is_transposed, (1, 0) if is_transposed else (0, 0), 1
+                    try:
+                        made = torch.convolution(image, w, None, *arguments)
+                    except RuntimeError:
+                        continue  # the errors have tests of their own
+                    on_tpu = torch.convolution(image.to("tpu"), w.to("tpu"), None, *arguments)
+                    assert looks([on_tpu])[0][0] == looks([made])[0][0]
+                    torch.testing.assert_close(on_tpu.cpu(), made, rtol=1e-4, atol=1e-4)
 
 
 def inferred() -> int:

@@ -77,6 +77,13 @@ KNOBS: Mapping[str, Knob] = {
             "compile what is new quickly, and well once its launches have paid for that; pieces: all of it in pieces",
         ),
         Knob("sweep", True, bool, "try hot programs with other compile options too, and keep what is faster"),
+        Knob(
+            "compare",
+            "spare",
+            "spare|always",
+            "when such programs are compiled; spare: in at most 5 % of the CPU time and, with one or two cores, only "
+            "once the process has been idle; always: as soon as a program is hot",
+        ),
         Knob("padding", True, bool, "compile regions whose sizes keep changing for longer arrays, which serve many"),
         Knob("max_in_flight", 32, int, "regions queued before recording waits"),
         Knob("max_trie_nodes", 200_000, int, "recorded ops a thread remembers; what came longest ago is forgotten"),

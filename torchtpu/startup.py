@@ -105,6 +105,9 @@ class LazyEngine:
     def launch(self, work: Any) -> None:
         self.start().launch(work)
 
+    def resume(self, work: Any, step: int, arrays: list[Any], error: BaseException | None, launched: Any) -> None:
+        self.start().resume(work, step, arrays, error, launched)
+
     def upload(self, tensor: torch.Tensor, device: int) -> Any:
         return self.start().upload(tensor, device)
 
@@ -166,6 +169,7 @@ def observe(observer: Observer) -> None:
     """From now on `observer` hears what the engine does."""
     _lazy.observers.append(observer)
     _C.observe_reads(True)
+    _C.forget_direct_launches()
 
 
 def stop_observing(observer: Observer) -> None:
@@ -280,6 +284,7 @@ _settings: dict[str, Any] = {}  # what the engine asks for at each launch: `conf
 
 def _apply(name: str, value: Any) -> None:
     _settings[name] = value
+    _C.forget_direct_launches()
     if name == "sync":
         _C.set_sync(value)
     elif name in ("policy", "deterministic", "padding"):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
@@ -24,7 +26,7 @@ from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program
-from torchtpu.runtime.partition.clusters import Clusters
+from torchtpu.runtime.partition.clusters import MS_A_LAUNCH, Clusters
 from torchtpu.runtime.partition.pieces import Piece
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
@@ -37,6 +39,9 @@ from .stock import Pad, Stock
 from .tiers import FirstTier, Sweep
 
 _WHOLE = "whole"
+_FEW_CORES = 2
+_IDLE_SECONDS, _IDLE_SHARE = 1.0, 0.1  # a process that computes no more than this for so long is idle
+_MOST_SHARE = 0.05  # of the process's CPU time that candidates take
 
 
 class NotBuiltError(RuntimeError):
@@ -46,6 +51,35 @@ class NotBuiltError(RuntimeError):
         super().__init__(f"the region recorded at {about.line} ({about.ops} ops) is not compiled: {cause}")
         self.about = about
         self.__cause__ = cause
+
+
+class SpareTime:
+    """The time in which candidates are compiled, which no launch needs: at most a twentieth of what the process
+    computes and, with few cores, where it has not computed for a while."""
+
+    def __init__(self, cores: int) -> None:
+        self._needs_idleness = cores <= _FEW_CORES
+        self._spent_ms = 0.0
+        self._looked_at = time.monotonic(), time.process_time()
+        self._idle_until = 0.0
+        self._lock = threading.Lock()
+
+    def has_room_for(self, milliseconds: float) -> bool:
+        """Whether so long a compile may begin now."""
+        now, computed = time.monotonic(), time.process_time()
+        with self._lock:
+            before, computed_before = self._looked_at
+            if now - before >= _IDLE_SECONDS:
+                self._looked_at = now, computed
+                if computed - computed_before <= _IDLE_SHARE * (now - before):
+                    self._idle_until = now + _IDLE_SECONDS
+            is_allowed = (self._spent_ms + milliseconds) <= _MOST_SHARE * computed * 1e3
+            return is_allowed and (now < self._idle_until or not self._needs_idleness)
+
+    def spend(self, milliseconds: float) -> None:
+        """A candidate was compiled."""
+        with self._lock:
+            self._spent_ms += milliseconds
 
 
 class VariantBuilder:
@@ -75,6 +109,7 @@ class VariantBuilder:
         self.first = first
         self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"), pad)
         self.refused: set[str] = set()
+        self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
 
     def known_pieces(self, program: Program, device: int) -> list[Piece]:
         """The pieces of a region that is not looked at as a whole: new regions keep ending on its line, and it is made
@@ -237,10 +272,19 @@ class RegionVariants:
     def is_due(self, config: Config, launches: int, seconds: float) -> bool:
         sweep = self._builder.sweep
         if config[-1] == _WHOLE:
-            return self._clusters is not None and launches > self._clusters.hot
-        if sweep is None or not self._builder.knob("sweep"):
+            is_due = self._clusters is not None and launches > self._clusters.hot
+        elif sweep is None or not self._builder.knob("sweep"):
             return False
-        return sweep.is_due(launches * seconds * 1e3, self._compile_ms[config[:-1]], self._tried)
+        else:
+            is_due = sweep.is_due(launches * seconds * 1e3, self._compile_ms[config[:-1]], self._tried)
+        return is_due and self._has_time_for(config)
+
+    def _has_time_for(self, config: Config) -> bool:
+        if self._builder.knob("compare") == "always":
+            return True
+        is_whole = config[-1] == _WHOLE and self._clusters is not None
+        compile_ms = self._clusters.hot * MS_A_LAUNCH if is_whole else self._compile_ms[config[:-1]]
+        return self._builder.spare_time.has_room_for(compile_ms)
 
     def has_to_be_usual(self) -> bool:
         return self._builder.is_deterministic()
@@ -334,10 +378,12 @@ class RegionVariants:
         wisher = None if is_needed_now else made
         builds = [builder.submit(program, plan, device, wisher=wisher) for program, plan in found]
         asked = (lambda: made) if is_needed_now else weakref.ref(made)
-        _when_all(builds, functools.partial(self._tell, config, builds, asked))
+        _when_all(builds, functools.partial(self._tell, config, builds, asked, is_awaited=is_needed_now))
         return made
 
-    def _tell(self, config: Config, builds: list[Build], asked: Callable[[], Future[Any] | None]) -> None:
+    def _tell(
+        self, config: Config, builds: list[Build], asked: Callable[[], Future[Any] | None], *, is_awaited: bool
+    ) -> None:
         """Gives a variant of these programs to who has asked for it and still waits."""
         made, flown = asked(), list(builds)
         builds.clear()  # the flights' callbacks, this one too, would keep the plan until the garbage is collected
@@ -352,6 +398,8 @@ class RegionVariants:
         with failing(made.set_exception):
             self._digests[config] = [build.plan.key.digest for build in flown]
             self._compile_ms[config] = sum(self._compiles_for(e.loaded) for e in executables.values())
+            if config and config != FIRST and not is_awaited:
+                self._builder.spare_time.spend(sum(e.loaded.milliseconds for e in executables.values()))
             made.set_result(self._form(executables))
 
     def _submitted_pieces(self) -> Future[Any]:

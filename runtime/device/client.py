@@ -187,6 +187,11 @@ class Client:
 
     # run
 
+    @functools.cached_property
+    def array_type(self) -> type:
+        """The type of the arrays."""
+        return type(self.upload(torch.zeros(1), 0))
+
     def handlers(self, avals: Sequence[Aval], device: int) -> list[Any]:
         """What makes arrays of a launch's outputs; made once per executable."""
         return [

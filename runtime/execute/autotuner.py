@@ -14,11 +14,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from .direct import ALWAYS
 from .executable import Launchable, LaunchContext
 
 Config = tuple[str, ...]  # what is unusual about a variant; () names the usual one
 FIRST: Config = ("first",)  # the usual one in the first tier
 
+_BETWEEN_LOOKS = 8  # launches, while something is being compiled
+_MOST_DIRECT = 1 << 12
 _FIRST = 32  # launches before the variant in use is timed
 _TURNS = 7  # timed launches of each variant, after one that warms caches up
 _WINS = 6  # turns in which a variant has to be faster than the one in use: a busy machine decides a few by chance
@@ -80,12 +83,62 @@ class Autotuner:
         self._launches = 0
         self._seconds = 0.0  # of the variant in use; 0 until it has been timed
         self._candidate: Future[Any] | None = None
+        self._given: Any = None  # what has launched the variant since, and how often it had when it was given
+        self._given_at = 0
         self._times: tuple[list[float], list[float]] = [], []  # seconds of the variant in use, and of its candidate
 
     def launch(self, work: Any, context: LaunchContext) -> None:
         """Launches the variant in use, or the one whose turn it is."""
         with context.recovering(work):
+            self._count_direct()
             self._launch(work, context)
+
+    def direct(self, work: Any, context: LaunchContext) -> Any:
+        """What repeats a launch (see `DirectlyLaunchable`), as often as there is nothing to be decided."""
+        launches = self._undecided_after()
+        direct = self.variant.direct(work, context) if launches and hasattr(self.variant, "direct") else None
+        if direct is not None:
+            direct.grant(launches)
+            if launches != ALWAYS:
+                self._given, self._given_at = direct, direct.taken
+        return direct
+
+    def resume(self, work: Any, context: LaunchContext, stopped: Any) -> None:
+        """Goes on with a direct launch; tells the work what came of it."""
+        with context.recovering(work):
+            self.variant.resume(work, context, stopped)
+
+    def _count_direct(self) -> None:
+        """Counts the launches since the last time that were direct."""
+        if self._given is not None:
+            self._launches += self._given.taken - self._given_at
+            self._given = None
+
+    def _undecided_after(self) -> int:
+        """How many launches from now on are to take the variant in use, whatever happens meanwhile; about, not more."""
+        if self._config and self._variants.has_to_be_usual():
+            return 0
+        if self._config != FIRST and (not self._untried or self._variants.is_fixed()):
+            return ALWAYS
+        if self._config == FIRST:
+            if self._usual is not None or self._variants.is_fixed():
+                return 0 if self._usual is not None and self._usual.done() else _BETWEEN_LOOKS
+            is_decided = self._variants.is_paid
+        else:
+            if self._candidate is not None:
+                return 0 if self._candidate.done() else _BETWEEN_LOOKS
+            if self._launches >= _FIRST and not self._seconds:
+                return 0
+            config = *self._config, self._untried[0]
+
+            def is_decided(launches: int) -> bool:
+                is_timed = launches > _FIRST and not self._seconds
+                return is_timed or self._variants.is_due(config, launches, self._seconds)
+
+        launches = _MOST_DIRECT
+        while launches and is_decided(self._launches + launches + 1):
+            launches //= 2
+        return launches
 
     @property
     def is_prompt(self) -> bool:

@@ -10,8 +10,9 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from torchtpu.runtime._C import DirectLaunch
 from torchtpu.runtime.device.client import Aval, Client
 from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.device.sizes import nbytes_of
@@ -20,6 +21,7 @@ from torchtpu.runtime.lowering.views import Digit, fits
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
 
+from .direct import ALWAYS, Numbers, Step
 from .sequence import Sequence as Parts
 
 Enqueued = tuple[list[Any], Any]  # the arrays of a launch, and what is waited for
@@ -42,6 +44,26 @@ class Launchable(Protocol):
 
     def launch(self, work: Any, context: LaunchContext) -> None:
         """Enqueues what computes the work's outputs; tells the work what came of it and never raises."""
+
+
+class DirectlyLaunchable(Launchable, Protocol):
+    """An executable whose next launches may do what the last one did, without it."""
+
+    def direct(self, work: Any, context: LaunchContext) -> DirectLaunch | None:
+        """What does that; None where this launch is not like the next one. It has been launched before."""
+
+    def resume(self, work: Any, context: LaunchContext, stopped: Stopped) -> None:
+        """Goes on with a launch that was begun so; tells the work what came of it and never raises."""
+
+
+class Stopped(NamedTuple):
+    """A direct launch that has come to this step: the arrays made so far, inputs first, and why the step's program was
+    not launched, or what its launch returned, where a check has failed."""
+
+    step: int
+    arrays: list[Any]
+    error: BaseException | None
+    launched: Enqueued | None
 
 
 class Fitted(Protocol):
@@ -100,6 +122,12 @@ class LaunchContext(Protocol):
     ) -> None:
         """Runs a program, with zeros for inputs that `failed`; `together` runs its launch as all ranks do."""
 
+    def conclude(self, work: Any, executable: Executable, launched: Enqueued) -> None:
+        """Tells the work what came of a launch on inputs that are sound."""
+
+    def repeating(self, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int) -> DirectLaunch:
+        """What launches these steps, without the engine: `outputs` are the places of the work's own arrays."""
+
     def wait_until_idle(self, device: int) -> None:
         """Waits until everything launched so far has run, whatever came of it."""
 
@@ -123,7 +151,7 @@ class Executable:
     """A loaded program with all that a launch needs of it."""
 
     __slots__ = (
-        "__weakref__", "_flat", "_make_flat", "about", "checks", "common", "fitted", "handlers",
+        "__weakref__", "_direct", "_flat", "_make_flat", "about", "checks", "common", "fitted", "handlers",
         "has_one_own", "inputs", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
     )  # fmt: skip
 
@@ -156,6 +184,7 @@ class Executable:
         self.fitted: dict[int, Parts] = {}  # what is launched instead, by memory limit
         self._make_flat = make_flat
         self._flat: Executable | None = None
+        self._direct: DirectLaunch | None = None
 
     def at(self, ints: list[int]) -> Executable:
         """The program for these run-time ints: this one, or the one that takes nothing for granted of offsets."""
@@ -174,6 +203,25 @@ class Executable:
                 context.run_alone(work, self.at(work.ints.tolist()) if self.offsets else self)
             else:
                 parts.run(work, context.launch)
+
+    def direct(self, work: Any, context: LaunchContext) -> DirectLaunch | None:
+        if self.offsets:  # which program it is hangs on the launch's numbers
+            return None
+        if self._direct is None:
+            arrays = range(len(self.inputs) + len(self.kind_of))
+            made = arrays[len(self.inputs) :]
+            floats, ints = (None if numbers is None else Numbers() for numbers in (work.floats, work.ints))
+            step = Step(self, arrays[: len(self.inputs)], made, (), floats, ints)
+            self._direct = context.repeating([step], made, len(arrays))
+        self._direct.grant(ALWAYS)
+        return self._direct
+
+    def resume(self, work: Any, context: LaunchContext, stopped: Stopped) -> None:
+        with context.recovering(work, self):
+            if stopped.error is not None:
+                raise stopped.error
+            assert stopped.launched is not None
+            context.conclude(work, self, stopped.launched)
 
     @property
     def is_plain(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchtpu.runtime._C import DirectLaunch
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.device.loaded import About
 from torchtpu.runtime.device.sizes import show_bytes
@@ -25,7 +27,8 @@ from torchtpu.runtime.telemetry.log import write
 from torchtpu.runtime.telemetry.observers import Launched, Observer
 
 from .checks import CheckResults, PendingCheck, first_of, region_error, unsettled
-from .executable import Executable, Fitted
+from .direct import Step, make
+from .executable import Enqueued, Executable, Fitted, Stopped
 from .fitting import Fitting
 from .memory import Memory, PendingLaunch
 from .recovery import OpFailedError, Recovery, first_too_large
@@ -77,6 +80,8 @@ class Executor:
             if work.executable.meets_others or takes_memory:
                 return
         self.launch(work)
+        if not work.is_ahead:
+            self._let_repeat(work)
 
     def launch(self, work: Any) -> None:
         """Enqueues the work's program, or one that does the same; tells the work what came of it and never raises."""
@@ -109,6 +114,21 @@ class Executor:
         outputs, _ = self._client.execute(executable.run, arrays, executable.handlers)
         self.counters.launches += 1
         return outputs
+
+    def _let_repeat(self, work: Any) -> None:
+        """Has the recorder repeat the next launch of the work's plan itself, where that would be as this one was."""
+        if work.engine_launches == 1 or work.build_error is not None:
+            return
+        executable = work.executable
+        if hasattr(executable, "direct") and self.may_launch_directly(work):
+            with contextlib.suppress(Exception):  # the next launch comes here, too
+                direct = executable.direct(work, self)
+                if direct is not None:
+                    work.launch_directly(direct)
+
+    def resume(self, work: Any, step: int, arrays: list[Any], error: Any, launched: Any) -> None:
+        """Goes on with a work that the recorder began to launch: see `Stopped`."""
+        work.executable.resume(work, self, Stopped(step, arrays, error, launched))
 
     def catching(self, work: Any) -> _Caught:
         """Within it the work is given what is raised."""
@@ -187,6 +207,31 @@ class Executor:
             outputs, token = together(execute)
         if not client.runs_at_once:
             self._track(device, executable, token, arguments, outputs)
+        self._conclude(work, executable, (outputs, token), pending, failed, started)
+
+    def conclude(self, work: Any, executable: Executable, launched: Enqueued) -> None:
+        """Tells the work what came of a launch on inputs that are sound."""
+        self._conclude(work, executable, launched, {}, 0, time.perf_counter())
+
+    def repeating(self, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int) -> DirectLaunch:
+        """What launches these steps, without the engine: see `make`."""
+        return make(self._client, self, steps, outputs, num_arrays)
+
+    def has_passed(self, words: Any) -> bool:
+        """Whether a launch's last output says that all its checks have passed."""
+        return not any(self._client.download(words).tolist())
+
+    def _conclude(
+        self,
+        work: Any,
+        executable: Executable,
+        launched: Enqueued,
+        pending: Mapping[PendingCheck, int],
+        failed: int,
+        started: float,
+    ) -> None:
+        client, device = self._client, work.device
+        outputs, token = launched
         self.counters.launches += 1
         outcome = fault = None
         if executable.checks:
@@ -204,7 +249,7 @@ class Executor:
             place = (region["reason"], region["line"], region["cut_at"])
             observer.launched(Launched(executable.about, device, *place, started, ended, tuple(outputs), token))
         if "launch" in self._knob("log"):
-            self._log(work, executable, len(arguments), outputs, started)
+            self._log(work, executable, outputs, started)
         executable.is_fresh = False
         if fault is None:
             work.done(outputs, guards)
@@ -309,13 +354,14 @@ class Executor:
                 if outcome.close():
                     self._failed[device] = [o for o in (*self._failed[device], outcome) if not o.is_settled()]
 
-    def _log(self, work: Any, executable: Executable, inputs: int, outputs: list[Any], started: float) -> None:
+    def _log(self, work: Any, executable: Executable, outputs: list[Any], started: float) -> None:
         """Writes the launch's line, once it has run."""
         for output in outputs:
             self._client.wait(output)
         run_ms = (time.perf_counter() - started) * 1e3
         about, loaded, region = executable.about, executable.loaded, work.region
         found = "hit (trie)"
+        inputs = len(executable.inputs) + sum(numbers is not None for numbers in (work.floats, work.ints))
         if executable.is_fresh:
             found = "hit (disk) load" if loaded.source == "disk" else "miss compile"
             found += f" {loaded.milliseconds:.0f} ms"

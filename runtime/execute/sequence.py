@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtpu.runtime._C import DirectLaunch
 from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.ir.values import bases_of, roots_of, size_of
 from torchtpu.runtime.padding.arrays import PaddedArray
 from torchtpu.runtime.partition.split import Part
+
+from .direct import ALWAYS, Numbers, Step
 
 Restored = tuple[Base, Any, Any]
 
@@ -42,6 +45,7 @@ class Sequence:
         self._floats = [_numbers(part.floats) for part in parts]
         self._ints = [_numbers(part.ints) for part in parts]
         self._offsets = [_numbers(part.offsets) for part in parts]
+        self._direct: DirectLaunch | None = None
 
     @functools.cached_property
     def needed_bytes(self) -> int:
@@ -76,6 +80,53 @@ class Sequence:
         with context.recovering(work, self):
             fitting = context.parts_that_fit(work, self)
             (self if fitting is None else fitting).run(work, context.launch, context)
+
+    def direct(self, work: Any, context: Any) -> DirectLaunch | None:
+        """What repeats a launch (see `DirectlyLaunchable`); None where a part is no plain program, or which one it is
+        hangs on a launch's numbers."""
+        if self._direct is None:
+            executables = [self._executable_of(number) for number in range(len(self.parts))]
+            if not all(hasattr(executable, "direct") for executable in executables):
+                return None
+            if any(e.offsets and part.ints for e, part in zip(executables, self.parts, strict=True)):
+                return None
+            self._direct = context.repeating(*self._steps(executables))
+        self._direct.grant(ALWAYS)
+        return self._direct
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        """Where among the arrays of a direct launch each value is."""
+        inputs = [~i for i in range(self._num_inputs)]
+        made = dict.fromkeys(value for part in self.parts for value in part.outputs)
+        return {value: place for place, value in enumerate([*inputs, *made])}
+
+    def _steps(self, executables: list[Any]) -> tuple[list[Step], list[int], int]:
+        places = self._places
+        steps = []
+        for number, (part, executable) in enumerate(zip(self.parts, executables, strict=True)):
+            inputs, outputs, dying = (
+                [places[value] for value in values] for values in (part.inputs, part.outputs, self._dying[number])
+            )
+            floats = Numbers(part.floats) if part.floats else None
+            ints = Numbers(part.ints, part.offsets) if part.ints or part.offsets else None
+            program = executable.at(list(part.offsets)) if executable.offsets else executable
+            steps.append(Step(program, inputs, outputs, dying, floats, ints))
+        return steps, [places[value] for value in self._outputs], len(places)
+
+    def resume(self, work: Any, context: Any, stopped: Any) -> None:
+        """Goes on with a direct launch; tells the work what came of it."""
+        with context.recovering(work, self):
+            state = self.begin(work)
+            for value, place in self._places.items():
+                array = stopped.arrays[place]
+                if array is not None:
+                    state.arrays[value] = array
+            part = self.part_work(state, stopped.step)
+            executable, offsets = part.executable, self.parts[stopped.step].offsets
+            (executable.at(list(offsets)) if executable.offsets else executable).resume(part, context, stopped)
+            self.forget(state, stopped.step)
+            self.go_on(state, stopped.step + 1, context.launch)
 
     def run(
         self, work: Any, launch: Callable[[Any], None], context: Any = None, blamed: Exception | None = None

@@ -26,7 +26,7 @@ from .split import Part, split
 _SHORTEST = 8  # ops that a run repeats at least
 # Estimates, which no script measures.
 _HOT = 100  # launches after which a region is worth compiling whole, at least
-_MS_A_LAUNCH = 40.0  # milliseconds of compiling that each launch so far is worth
+MS_A_LAUNCH = 40.0  # milliseconds of compiling that each launch so far is worth
 
 
 class ClusterCosts(NamedTuple):
@@ -87,7 +87,7 @@ def search(program: Program, ops: Sequence[Op], fragments: Fragments) -> Places 
     kept, unread, found = needed(program, ops, fragments)
     finder = _ClusterFinder(replace(program, ops=reading(ops, kept, unread)), found)
     runs = finder.runs(costs)
-    return Places(kept, unread, runs, max(_HOT, round(finder.compile_ms(costs) / _MS_A_LAUNCH))) if runs else None
+    return Places(kept, unread, runs, max(_HOT, round(finder.compile_ms(costs) / MS_A_LAUNCH))) if runs else None
 
 
 def cut_out(program: Program, ops: Sequence[Op], places: Places) -> Clusters:

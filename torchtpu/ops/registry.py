@@ -177,9 +177,11 @@ def pointwise(*names: str, promote: str = "default", **facts: Any) -> Register:
     return register
 
 
-def like(self: torch.Tensor, *_: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Shape inference: what the first argument is, in its layout."""
-    return without_kernels(torch.ops.aten.empty_like.default, self, dtype=dtype)
+def like(
+    self: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, memory_format: torch.memory_format | None = None
+) -> torch.Tensor:
+    """Shape inference: what the first argument is, in its layout or in another one."""
+    return without_kernels(torch.ops.aten.empty_like.default, self, dtype=dtype, memory_format=memory_format)
 
 
 def without_kernels(op: torch._ops.OpOverload, *args: Any, **named: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@
 #include "bind/process_group.h"
 #include "device/device.h"
 #include "device/gil.h"
+#include "launch/direct.h"
 #include "launch/queue.h"
 #include "launch/read.h"
 #include "launch/signals.h"
@@ -228,6 +229,12 @@ void bind_engine_types(py::module& m) {
                                return make_program(p.node, p.inputs, p.outputs, p.donated, p.line);
                              })
       .def("inputs", &input_objects)
+      .def_property_readonly("engine_launches", [](const Work& w) { return w.plan->engine_launches; })
+      .def("launch_directly",
+           [](Work& w, py::object holder) {
+             w.plan->direct = holder.cast<DirectLaunch*>();
+             Py_XDECREF(std::exchange(w.plan->direct_holder, holder.release().ptr()));
+           })
       .def_property_readonly("is_slice", [](const Work& w) { return w.is_slice || w.ahead == Ahead::kTrying; })
       .def_property_readonly("is_ahead", [](const Work& w) { return w.ahead == Ahead::kTrying; })
       .def_property_readonly("output_bytes", [](const Work& w) { return w.plan->output_bytes; })
@@ -284,6 +291,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("built_torch_version") = TORCH_VERSION;
   bind_device(m);
   bind_engine_types(m);
+  bind_direct(m);
   bind_replay(m);
   bind_pieces(m);
   bind_process_group(m);
@@ -350,6 +358,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("dump", &dump);
   m.def("current_line", &current_line);
   m.def("ends_of_runs", &ends_of_runs);
+  m.def("suggest_memory_format", [](const at::Tensor& t) { return t.suggest_memory_format(); });
   m.def("drain", [] { drain_decrefs(); });
   py::class_<SignalsScope>(m, "SignalsDeferred")
       .def(py::init<>())

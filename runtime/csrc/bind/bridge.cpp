@@ -6,6 +6,7 @@
 
 #include "bind/calls.h"
 #include "device/gil.h"
+#include "launch/direct.h"
 #include "launch/queue.h"
 #include "launch/signals.h"
 
@@ -101,6 +102,11 @@ bool is_library_file(PyObject* path) {
 }  // namespace
 
 std::atomic<bool> reads_are_observed{false};
+
+namespace {
+// By device, whether the engine has launched there since it was asked last what became of it.
+std::atomic<bool> may_be_unsettled[kMaxDevices];
+}  // namespace
 
 void set_engine(PyObject* engine) {
   set_main_thread();
@@ -244,13 +250,32 @@ void report_waited() noexcept {
 }
 
 void finish_device(c10::DeviceIndex device) {
+  if (!may_be_unsettled[device].exchange(false)) return;
   AcquireGil gil;
-  interruptible([&] { ask("await_launches", static_cast<int>(device)); });
-  guarded([&] { ask("finish", static_cast<int>(device)); });
+  try {
+    interruptible([&] { ask("await_launches", static_cast<int>(device)); });
+    guarded([&] { ask("finish", static_cast<int>(device)); });
+  } catch (...) {
+    may_be_unsettled[device] = true;
+    throw;
+  }
 }
 
 void launch(const WorkRef& work) {
-  guarded([&] { ask("launch", work); });
+  guarded([&] {
+    if (launch_directly(work)) return;
+    Plan& plan = *work->plan;
+    plan.direct = nullptr;
+    Py_XDECREF(std::exchange(plan.direct_holder, nullptr));
+    plan.engine_launches++;
+    may_be_unsettled[work->device] = true;
+    ask("launch", work);
+  });
+}
+
+void resume(const WorkRef& work, size_t step, PyObject* values, PyObject* error, PyObject* launched) {
+  may_be_unsettled[work->device] = true;
+  ask("resume", work, step, py::handle(values), py::handle(error), py::handle(launched));
 }
 
 bool is_prompt(const WorkRef& work) {

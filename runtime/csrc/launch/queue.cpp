@@ -14,6 +14,7 @@
 
 #include "bind/bridge.h"
 #include "device/gil.h"
+#include "launch/direct.h"
 #include "launch/handover.h"
 #include "launch/signals.h"
 
@@ -343,7 +344,7 @@ bool launch_quick_front() {
   if (!work || !work->plan || !work->plan->is_quick) return false;
   AcquireGil gil;
   SignalsDeferred deferred;
-  if (is_main_thread() && work->plan->state == Plan::kReady && !is_prompt(work)) return false;
+  if (is_main_thread() && work->plan->state == Plan::kReady && !is_direct(*work) && !is_prompt(work)) return false;
   launch_front(work);
   return true;
 }
@@ -451,6 +452,7 @@ void refuse_or_sleep() {
 Plan::~Plan() {
   defer_decref(executable);
   defer_decref(error);
+  defer_decref(direct_holder);
 }
 
 void enqueue_plan(std::shared_ptr<Plan> plan) {
@@ -524,22 +526,29 @@ class Awaiting {
  private:
   const Buffer* value_;
 };
-}  // namespace
 
-void wait_ready(const BufferRef& buffer) {
-  auto is_pending = [&] { return torchtpu::is_pending(*buffer); };
-  if (!is_pending()) return;
-  auto launch_here = [&] {
+// Launches what is quick in the thread that waits, which saves a hand-off, while `is_pending` and nobody else does.
+template <class Pending>
+void launch_here(Pending&& is_pending) {
+  auto launch = [&] {
     std::unique_lock<std::mutex> order(queue->order, std::try_to_lock);
     while (order.owns_lock() && is_pending() && !has_deferred_signal() && launch_quick_front()) {
     }
   };
   if (PyGILState_Check()) {
     ReleaseGil release;
-    launch_here();
+    launch();
   } else {
-    launch_here();
+    launch();
   }
+}
+
+}  // namespace
+
+void wait_ready(const BufferRef& buffer) {
+  auto is_pending = [&] { return torchtpu::is_pending(*buffer); };
+  if (!is_pending()) return;
+  launch_here(is_pending);
   if (!is_pending()) return;
   Awaiting awaiting(*buffer);
   hurry_launcher();
@@ -558,7 +567,13 @@ void wait_all() {
     QueueLock lock;
     last = queue->next_sequence;
   }
-  if (queue_length() == 0) return;
+  auto is_pending = [&] {
+    QueueLock lock;
+    return queue->next_done < last;
+  };
+  if (!is_pending()) return;
+  launch_here(is_pending);
+  if (!is_pending()) return;
   hurry_launcher();
   wait_until([&] { return queue->next_done >= last || queue->is_stopping; }, [] { return describe_front(); });
 }

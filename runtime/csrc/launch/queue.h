@@ -33,6 +33,11 @@ struct Plan {
   bool is_pure = false;                 // a launch makes new values, and has no other effect
   PyObject* executable = nullptr;       // written before state becomes kReady
   PyObject* error = nullptr;            // written before state becomes kFailed
+  // What its next launch may do without the engine, and who holds it; null where the engine has to be asked.  These and
+  // the number of launches that the engine made are read and written with the GIL held.
+  struct DirectLaunch* direct = nullptr;
+  PyObject* direct_holder = nullptr;
+  int64_t engine_launches = 0;
   ~Plan();
 };
 

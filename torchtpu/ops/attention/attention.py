@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtpu.ops.linalg.matmul import contract, scaled
 from torchtpu.ops.random import uniform
-from torchtpu.ops.registry import jnp, lax, lowering, opmath
+from torchtpu.ops.registry import jnp, lax, like, lowering, opmath
 
 _DROPOUT = {"dropout_p": (0.0, 1.0)}
 
@@ -84,10 +84,23 @@ def attend(
 
 def _infer(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Laid out as the query is, or as by PyTorch's composite form where its kernels cannot serve."""
-    forward = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
-    made, *others = forward(query, key, value, *rest[:-1], scale=rest[-1])
+    if query.dim() not in (3, 4):
+        raise RuntimeError("query must be 3D or 4D")
+    shape = (*query.shape[:-1], value.shape[-1])
+    made = like(query)
+    if shape != query.shape:
+        order = sorted(range(query.dim()), key=query.stride().__getitem__, reverse=True)
+        inverse = sorted(range(query.dim()), key=order.__getitem__)
+        made = query.new_empty([shape[d] for d in order]).permute(inverse)
     is_composite = rest[1] > 0 or any(x.stride(-1) != 1 for x in (query, key, value))
-    return (made.contiguous() if is_composite else made, *others)
+    batch, heads, rows = query.shape[:-1] if query.dim() == 4 else (1, *query.shape[:-1])
+    numbers = [query.new_empty((), dtype=torch.int64) for _ in range(2)]  # the seed and the offset
+    logsumexp = query.new_empty((batch, heads, rows), dtype=torch.float32)
+    return _contiguous(made) if is_composite else made, logsumexp, None, None, rows, key.shape[-2], *numbers, None
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.new_empty(x.shape)
 
 
 @lowering(
@@ -128,13 +141,13 @@ def _infer_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Any, grad_input_mask: list[bool], *rest: Any
 ) -> tuple[Tensor | None, ...]:
     """Laid out as by PyTorch's kernels, rows before heads, or as by its composite form where those cannot serve."""
-    backward = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward
-    *grads, bias = backward(grad_out, query, key, value, attn_bias, grad_input_mask, *rest[:-1], scale=rest[-1])
+    grads = list(map(like, (query, key, value)))
+    bias = None if attn_bias is None else like(attn_bias)
     dropout_p = rest[6]
     if query.dim() == 4:
         is_composite = dropout_p > 0 or grad_input_mask[3]
         turns = ((2, 2), (2, 3), (2, 2)) if is_composite else ((1, 2),) * 3
-        grads = [g.transpose(*t).contiguous().transpose(*t) for g, t in zip(grads, turns, strict=True)]
+        grads = [_contiguous(g.transpose(*t)).transpose(*t) for g, t in zip(grads, turns, strict=True)]
     return *grads, bias
 
 

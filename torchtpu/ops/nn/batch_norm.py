@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import get_computation_dtype
 
-from torchtpu.ops.registry import jnp, lax, lowering, opmath
+from torchtpu.ops.registry import jnp, lax, like, lowering, opmath
+from torchtpu.runtime import _C
 
 _STATS = ("running_mean", "running_var")
 
@@ -60,7 +61,41 @@ def _normalize(
     return _affine(x, mean, rstd, weight, bias), mean, rstd, *moved
 
 
-@lowering("native_batch_norm", mutates=_STATS)
+def _infer_batch_norm(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: Any, eps: Any
+) -> tuple[torch.Tensor, ...]:
+    given = weight, bias, running_mean, running_var
+    made = _laid_out(input, input, given)
+    lacks_statistics = not training and (running_mean is None or running_var is None)
+    if made is None or lacks_statistics or (training and input.numel() == input.shape[1]):
+        arguments = input, weight, bias, running_mean, running_var, training, momentum, eps
+        return torch.ops.aten.native_batch_norm(*arguments)  # type: ignore[no-any-return]
+    dtype = get_computation_dtype(input.dtype)
+    return made, *(input.new_empty(input.shape[1], dtype=dtype) for _ in range(2))
+
+
+def _laid_out(grad: torch.Tensor, input: torch.Tensor, per_channel: Any) -> torch.Tensor | None:
+    """What is made of each element of both; None where PyTorch's meta function has to say how it lies, or what is
+    wrong."""
+    dtypes = input.dtype, get_computation_dtype(input.dtype)
+    is_usual = (
+        input.dim() >= 2
+        and input.numel() > 0
+        and input.is_floating_point()
+        and grad.shape == input.shape
+        and grad.dtype == input.dtype
+        and all(t is None or (t.shape == (input.shape[1],) and t.dtype in dtypes) for t in per_channel)
+    )
+    if not is_usual:
+        return None
+    if input.is_contiguous() and grad.is_contiguous():
+        return input.new_empty(input.shape)
+    memory_format = _C.suggest_memory_format(input)
+    is_alike = min(input.shape) > 1 and grad.stride() == input.stride()
+    return like(input) if is_alike and input.is_contiguous(memory_format=memory_format) else None
+
+
+@lowering("native_batch_norm", mutates=_STATS, infer=_infer_batch_norm)
 @lowering("_native_batch_norm_legit")
 def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, *, ctx):
     made, mean, rstd, *moved = _normalize(input, weight, bias, running_mean, running_var, training, momentum, eps)
@@ -94,30 +129,22 @@ def batch_norm_no_update(input, weight, bias, running_mean, running_var, momentu
     return made, mean, rstd, jnp.zeros((0,), jnp.uint8)
 
 
-def _infer_backward(
-    grad_out: Any,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    running_mean: Any,
-    running_var: Any,
-    save_mean: Any,
-    save_invstd: Any,
-    train: Any,
-    eps: Any,
-    output_mask: list[bool],
-    reserve: Any = None,
-) -> tuple[torch.Tensor | None, ...]:
+def _infer_batch_norm_backward(
+    grad_out: Any, input: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_invstd: Any,
+    train: bool, eps: Any, output_mask: Any, reserve: Any = None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """PyTorch's own promises a gradient of the input that nobody asked for."""
-    channels, affine = input.shape[1], input.dtype if weight is None else weight.dtype
-    made = (
-        lambda: torch.empty_like(input, memory_format=suggest_memory_format(input)),
-        lambda: input.new_empty(channels, dtype=affine),
-        lambda: input.new_empty(channels, dtype=affine),
-    )
-    return tuple(make() if wanted else None for make, wanted in zip(made, output_mask, strict=True))
+    used = (save_mean, save_invstd) if train else (running_mean, running_var)
+    made = None if any(t is None for t in used) else _laid_out(grad_out, input, (weight, *used))
+    if made is None:
+        arguments = grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+        made = torch.ops.aten.native_batch_norm_backward(*arguments)[0]
+    dtype = input.dtype if weight is None else weight.dtype
+    per_channel = (input.new_empty(input.shape[1], dtype=dtype) if wanted else None for wanted in output_mask[1:])
+    return (made if output_mask[0] else None), *per_channel
 
 
-@lowering("native_batch_norm_backward", infer=_infer_backward)
+@lowering("native_batch_norm_backward", infer=_infer_batch_norm_backward)
 def native_batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
 ):
@@ -142,7 +169,7 @@ def native_batch_norm_backward(
     return grad_input, grad_weight, grad_bias
 
 
-@lowering("batch_norm_backward", infer=_infer_backward)
+@lowering("batch_norm_backward", infer=_infer_batch_norm_backward)
 def batch_norm_backward(
     grad_out, input, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask, reserve
 ):

@@ -11,10 +11,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from torchtpu.ops.linalg.matmul import contract, precision_of
-from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
+from torchtpu.ops.registry import jax, jnp, lax, like, lowering, opmath
+from torchtpu.runtime import _C
 
 # Below this many output pixels XLA:CPU's convolution costs up to 140 times torch's, while copied patches and one dot
 # cost the same; above, the patches no longer fit the cache.
@@ -150,11 +150,68 @@ def _infer_convolution(
         raise RuntimeError("negative padding is not supported")
     if min(dilation) <= 0:
         raise RuntimeError("dilation should be greater than zero")
-    made = torch.convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-    formats = {suggest_memory_format(input), suggest_memory_format(weight)} - {torch.contiguous_format}
-    if formats:  # as PyTorch's kernels, unlike its meta function
-        made = torch.empty_like(made, memory_format=formats.pop())  # contiguous() would leave an image of one pixel
-    return made
+    arguments = input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+    shape = _shape_of(*arguments)
+    made = torch.convolution(*arguments) if shape is None else input.new_empty(shape)
+    # As PyTorch's kernels, unlike its meta function; contiguous() would leave an image of one pixel.
+    memory_format = _memory_format(input, weight)
+    return made if memory_format is torch.contiguous_format else like(made, memory_format=memory_format)
+
+
+def _memory_format(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    formats = [_C.suggest_memory_format(input), _C.suggest_memory_format(weight)]
+    return next((found for found in formats if found is not torch.contiguous_format), torch.contiguous_format)
+
+
+def _shape_of(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> tuple[int, ...] | None:
+    """What a convolution makes that PyTorch refuses on no device; None of others, which its meta function judges."""
+    rank = weight.dim() - 2
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    is_usual = (
+        rank in (1, 2, 3)
+        and input.dim() == weight.dim()
+        and groups > 0
+        and all(len(given) == rank for given in (stride, padding, dilation, output_padding))
+        and min(*input.shape, *weight.shape, *stride) > 0
+        and input.shape[1] == (weight.shape[0] if transposed else weight.shape[1] * groups)
+        and weight.shape[0] % groups == 0
+        and input.dtype == weight.dtype
+        and (bias is None or (bias.shape == (channels,) and bias.dtype == weight.dtype))
+        and all(0 <= extra < max(s, d) for extra, s, d in zip(output_padding, stride, dilation, strict=True))
+    )
+    if not is_usual:
+        return None
+    space = []
+    windows = zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, output_padding, strict=True)
+    for size, taps, step, rim, gap, extra in windows:
+        reach = gap * (taps - 1) + 1
+        if transposed:
+            space.append((size - 1) * step - 2 * rim + reach + extra)
+        else:
+            space.append((size + 2 * rim - reach) // step + 1)
+    return (input.shape[0], channels, *space) if min(space) > 0 else None
+
+
+def _infer_convolution_backward(
+    grad_output: Any, input: Any, weight: Any, bias_sizes: Any, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """Laid out as by PyTorch's kernels."""
+    memory_format, output_mask = _memory_format(input, weight), rest[-1]
+    grads = [
+        like(grad_output.new_empty(given.shape), memory_format=memory_format) if is_wanted else None
+        for given, is_wanted in zip((input, weight), output_mask, strict=False)
+    ]
+    return *grads, grad_output.new_empty(bias_sizes) if output_mask[2] else None
 
 
 @lowering("convolution", infer=_infer_convolution, multiplies=True)
@@ -195,7 +252,7 @@ def _transposed_integers(x: Any, weight: Any, window: _Window, groups: int, ctx:
     return lax.slice(made, (0, 0, *starts), (*shape[:2], *(b + n for b, n in zip(starts, shape[2:], strict=True))))
 
 
-@lowering("convolution_backward", multiplies=True)
+@lowering("convolution_backward", infer=_infer_convolution_backward, multiplies=True)
 def convolution_backward(
     grad_output,
     input,

@@ -1,0 +1,215 @@
+#include "launch/direct.h"
+
+#include <ATen/Context.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <array>
+
+#include "bind/bridge.h"
+#include "bind/calls.h"
+#include "device/gil.h"
+
+namespace torchtpu {
+
+namespace {
+
+namespace py = pybind11;
+
+std::atomic<uint64_t> settings{0};
+
+PyObject* interned(const char* text) {
+  PyObject* made = PyUnicode_InternFromString(text);
+  if (!made) throw py::error_already_set();
+  return made;
+}
+
+py::object owned(PyObject* object) {
+  if (!object) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(object);
+}
+
+// As call_or_null (calls.h), for a name that is made once.
+py::object call(PyObject* object, PyObject* name, std::initializer_list<PyObject*> arguments) {
+  std::array<PyObject*, 8> given{object};
+  std::copy(arguments.begin(), arguments.end(), given.begin() + 1);
+  return owned(
+      [&]() noexcept { return PyObject_VectorcallMethod(name, given.data(), arguments.size() + 1, nullptr); }());
+}
+
+template <class T>
+void gather(std::string& data, const DirectNumbers& numbers, const at::Tensor& given) {
+  size_t count = numbers.are_all ? static_cast<size_t>(given.numel()) : numbers.taken.size();
+  data.resize((count + numbers.constants.size()) * sizeof(T));
+  auto* made = reinterpret_cast<T*>(data.data());
+  const T* from = given.defined() ? given.const_data_ptr<T>() : nullptr;
+  for (size_t i = 0; i < count; i++) made[i] = from[numbers.are_all ? static_cast<int64_t>(i) : numbers.taken[i]];
+  for (size_t i = 0; i < numbers.constants.size(); i++) made[count + i] = static_cast<T>(numbers.constants[i]);
+}
+
+// The array of a step's numbers.
+template <class T>
+const py::object& array_of(DirectNumbers& numbers, const at::Tensor& given, const DirectLaunch& direct, int device) {
+  static std::string& data = *new std::string();  // under the GIL, which `gather` keeps
+  gather<T>(data, numbers, given);
+  if (numbers.array && data == numbers.data) return numbers.array;
+  auto host =
+      at::detail::empty_cpu({static_cast<int64_t>(data.size() / sizeof(T))}, c10::CppTypeToScalarType<T>::value);
+  memcpy(host.mutable_data_ptr(), data.data(), data.size());
+  numbers.data = data;
+  numbers.array = call_method(direct.client, "upload", host, device);
+  return numbers.array;
+}
+
+// The work's arrays, those of host tensors uploaded; false where one has failed, is guarded, or is no plain array.
+bool take_inputs(const Work& work, const DirectLaunch& direct, std::vector<py::object>& slots) {
+  for (size_t i = 0; i < work.inputs.size(); i++) {
+    Buffer& buffer = *work.inputs[i];
+    if (buffer.state.load(std::memory_order_relaxed) == BufferState::kError || buffer.guard) return false;
+    if (!buffer.object) {
+      if (!buffer.host.defined()) return false;
+      try {
+        buffer.object = upload(buffer.host, buffer.device);
+      } catch (python_error&) {  // the engine, which tries again, knows what to do
+        return false;
+      }
+    }
+    if (Py_TYPE(buffer.object) != direct.array_type) return false;
+    slots[i] = py::reinterpret_borrow<py::object>(buffer.object);
+  }
+  return true;
+}
+
+void count(const DirectLaunch& direct) {
+  static PyObject* name = interned("launches");
+  auto before = owned(PyObject_GetAttr(direct.counters.ptr(), name));
+  auto number = owned(PyLong_FromSize_t(direct.steps.size()));
+  auto after = owned(PyNumber_Add(before.ptr(), number.ptr()));
+  if (PyObject_SetAttr(direct.counters.ptr(), name, after.ptr()) != 0) throw py::error_already_set();
+}
+
+py::list taken_from(const std::vector<py::object>& slots) {
+  py::list found(slots.size());
+  for (size_t i = 0; i < slots.size(); i++) {
+    PyObject* object = slots[i] ? slots[i].ptr() : Py_None;
+    PyList_SET_ITEM(found.ptr(), static_cast<Py_ssize_t>(i), Py_NewRef(object));
+  }
+  return found;
+}
+
+py::list arguments_of(DirectStep& step, const Work& work, const DirectLaunch& direct,
+                      const std::vector<py::object>& slots) {
+  std::vector<py::object> numbers;
+  if (step.floats) numbers.push_back(array_of<double>(*step.floats, work.floats, direct, work.device));
+  if (step.ints) numbers.push_back(array_of<int64_t>(*step.ints, work.ints, direct, work.device));
+  py::list arguments(step.inputs.size() + numbers.size());
+  Py_ssize_t place = 0;
+  for (int32_t slot : step.inputs) PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(slots[slot].ptr()));
+  for (py::object& array : numbers) PyList_SET_ITEM(arguments.ptr(), place++, array.release().ptr());
+  return arguments;
+}
+
+// What a step makes; where one of its checks has failed, `failed` is all that its launch returned.
+py::list run_step(DirectStep& step, const Work& work, const DirectLaunch& direct, const std::vector<py::object>& slots,
+                  py::object& failed) {
+  static PyObject* execute = interned("execute");
+  py::list arguments = arguments_of(step, work, direct, slots);
+  py::object launched =
+      call(direct.client.ptr(), execute, {step.executable.ptr(), arguments.ptr(), step.handlers.ptr()});
+  auto outputs = py::reinterpret_borrow<py::list>(PyTuple_GetItem(launched.ptr(), 0));
+  if (!outputs) throw py::error_already_set();
+  if (!step.has_checks) return outputs;
+  static PyObject* has_passed = interned("has_passed");
+  PyObject* words = PyList_GET_ITEM(outputs.ptr(), PyList_GET_SIZE(outputs.ptr()) - 1);
+  if (!call(direct.context.ptr(), has_passed, {words}).cast<bool>()) failed = launched;
+  return outputs;
+}
+
+}  // namespace
+
+void forget_direct_launches() { settings++; }
+
+bool is_direct(const Work& work) {
+  const DirectLaunch* direct = work.plan ? work.plan->direct : nullptr;
+  return direct && work.ahead != Ahead::kTrying && direct->left > 0 && direct->settings == settings.load(std::memory_order_relaxed) &&
+         direct->is_deterministic == at::globalContext().deterministicAlgorithms() && !work.transaction->error;
+}
+
+bool launch_directly(const WorkRef& ref) {
+  Work& work = *ref;
+  if (!is_direct(work)) return false;
+  auto held = py::reinterpret_borrow<py::object>(work.plan->direct_holder);
+  DirectLaunch& direct = *work.plan->direct;
+  std::vector<py::object> slots(direct.num_slots);
+  if (!take_inputs(work, direct, slots)) return false;
+  direct.left--;
+  direct.taken++;
+  for (size_t number = 0; number < direct.steps.size(); number++) {
+    DirectStep& step = direct.steps[number];
+    py::object failed;
+    py::list outputs;
+    try {
+      outputs = run_step(step, work, direct, slots, failed);
+    } catch (py::error_already_set& error) {
+      resume(ref, number, taken_from(slots).ptr(), error.value().ptr(), Py_None);
+      return true;
+    }
+    if (failed) {
+      resume(ref, number, taken_from(slots).ptr(), Py_None, failed.ptr());
+      return true;
+    }
+    for (size_t k = 0; k < step.outputs.size(); k++) {
+      slots[step.outputs[k]] = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(outputs.ptr(), k));
+    }
+    for (int32_t slot : step.dying) slots[slot] = py::object();
+  }
+  count(direct);
+  std::vector<PyObject*> made;
+  made.reserve(direct.outputs.size());
+  for (int32_t slot : direct.outputs) made.push_back(slots[slot].ptr());
+  work_done(work, made, {});
+  return true;
+}
+
+void bind_direct(py::module& m) {
+  m.def("forget_direct_launches", &forget_direct_launches);
+  py::class_<DirectLaunch, std::shared_ptr<DirectLaunch>>(m, "DirectLaunch")
+      .def(py::init([](py::object client, py::object context, py::object counters, py::handle array_type,
+                       std::vector<int32_t> outputs, size_t num_slots) {
+        auto made = std::make_shared<DirectLaunch>();
+        made->client = std::move(client);
+        made->context = std::move(context);
+        made->counters = std::move(counters);
+        made->array_type = reinterpret_cast<PyTypeObject*>(array_type.ptr());
+        made->outputs = std::move(outputs);
+        made->num_slots = num_slots;
+        return made;
+      }))
+      .def("add_step",
+           [](DirectLaunch& direct, py::object executable, py::object handlers, std::vector<int32_t> inputs,
+              std::vector<int32_t> outputs, std::vector<int32_t> dying, bool has_checks) {
+             direct.steps.push_back({std::move(executable), std::move(handlers), std::move(inputs), std::move(outputs),
+                                     std::move(dying), std::nullopt, std::nullopt, has_checks});
+           })
+      .def("give_floats",
+           [](DirectLaunch& direct, std::optional<std::vector<int64_t>> taken) {
+             DirectNumbers& numbers = direct.steps.back().floats.emplace();
+             numbers.are_all = !taken;
+             if (taken) numbers.taken = std::move(*taken);
+           })
+      .def("give_ints",
+           [](DirectLaunch& direct, std::optional<std::vector<int64_t>> taken, std::vector<int64_t> constants) {
+             DirectNumbers& numbers = direct.steps.back().ints.emplace();
+             numbers.are_all = !taken;
+             if (taken) numbers.taken = std::move(*taken);
+             numbers.constants = std::move(constants);
+           })
+      .def("grant",
+           [](DirectLaunch& direct, int64_t launches) {
+             direct.left = launches;
+             direct.settings = settings;
+             direct.is_deterministic = at::globalContext().deterministicAlgorithms();
+           })
+      .def_readonly("taken", &DirectLaunch::taken);
+}
+
+}  // namespace torchtpu

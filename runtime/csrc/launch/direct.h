@@ -1,0 +1,54 @@
+// Direct launches: in comes a work whose plan has been launched before, out go its buffers, without the engine between.
+//
+// What the engine found out once, which programs run in which order on which values, is kept with the plan.  A launch
+// takes this way where nothing is to be decided: no input has failed or is guarded, and no setting has changed since.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "launch/queue.h"
+
+namespace torchtpu {
+
+// A program's run-time numbers: some of the work's, and constants after them; uploaded where they are not those of the
+// last launch.
+struct DirectNumbers {
+  bool are_all = true;  // the work's, as they are
+  std::vector<int64_t> taken;
+  std::vector<int64_t> constants;
+  std::string data;
+  pybind11::object array;
+};
+
+struct DirectStep {
+  pybind11::object executable, handlers;
+  std::vector<int32_t> inputs, outputs, dying;  // slots
+  std::optional<DirectNumbers> floats, ints;
+  bool has_checks = false;  // the last output says which have failed
+};
+
+// The GIL is held wherever this is used.
+struct DirectLaunch {
+  pybind11::object client, context, counters;  // `context` knows whether checks have passed
+  PyTypeObject* array_type = nullptr;
+  std::vector<DirectStep> steps;
+  std::vector<int32_t> outputs;  // slots; those of the inputs come first
+  size_t num_slots = 0;
+  int64_t left = 0;   // launches until the engine is asked again
+  int64_t taken = 0;  // launches so far
+  uint64_t settings = 0;
+  bool is_deterministic = false;
+};
+
+// Something has changed that the engine looks at when it launches.
+void forget_direct_launches();
+// Whether the work would be launched directly.
+bool is_direct(const Work& work);
+// Launches the work, if that may be done directly; whether it was.
+bool launch_directly(const WorkRef& work);
+// The engine goes on with the work from this step on, which was not launched for an error, or of which a check has
+// failed: `values` are those of the slots, `launched` is what the step's launch returned.  Both may be None.
+void resume(const WorkRef& work, size_t step, PyObject* values, PyObject* error, PyObject* launched);
+void bind_direct(pybind11::module& m);
+
+}  // namespace torchtpu
