@@ -40,14 +40,15 @@ def values_read(op: Op, fragment: Fragment, parameters: Sequence[Parameter]) -> 
 
 def reading(ops: Sequence[Op], kept: Sequence[int], unread: Mapping[int, Sequence[int]]) -> tuple[Op, ...]:
     """The ops that are needed, without the values of tensors of which they take the shape only."""
+    return tuple(without_values(ops[place], unread.get(i, ())) for i, place in enumerate(kept))
 
-    def argument(given: Any, values: Sequence[int]) -> Any:
+
+def without_values(op: Op, values: Sequence[int]) -> Op:
+    """The op without these values of tensors of which it takes the shape only."""
+
+    def argument(given: Any) -> Any:
         if isinstance(given, tuple):
-            return tuple(argument(item, values) for item in given)
+            return tuple(map(argument, given))
         return replace(given, value=None) if isinstance(given, Operand) and given.value in values else given
 
-    def op(place: int, values: Sequence[int] | None) -> Op:
-        found = ops[place]
-        return replace(found, args=tuple(argument(a, values) for a in found.args)) if values else found
-
-    return tuple(op(place, unread.get(i)) for i, place in enumerate(kept))
+    return replace(op, args=tuple(map(argument, op.args))) if values else op
