@@ -1,6 +1,6 @@
 """In: the name of a model. Out: the model as its library makes it, tiny and with random weights, and inputs for it.
 
-The first few are plain PyTorch; the others need the extra: pip install -e '.[test,models]'.
+The first few are plain PyTorch; the others need what the extra `test` has.
 """
 
 from __future__ import annotations

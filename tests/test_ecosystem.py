@@ -1,6 +1,6 @@
 """In: training loops of libraries, on tiny models. Out: the CPU's losses, no op on the CPU, nothing compiled later.
 
-They need the extra: pip install -e '.[test,models]'.
+They need the extra `models`, which `test` has.
 """
 
 from __future__ import annotations

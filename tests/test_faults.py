@@ -80,7 +80,7 @@ def test_a_failure_names_the_op_and_the_lines(stage: str, monkeypatch: pytest.Mo
 
 def test_what_goes_wrong_while_a_build_is_reported_reaches_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     BREAKS["compile"](monkeypatch)
-    monkeypatch.setattr("torchtpu.runtime.engine._explained", refuse)
+    monkeypatch.setattr("torchtpu.runtime.engine._not_compiled", refuse)
     read = torchtpu.async_read(host(1.0, 2.0).cosh() * 3)
     with pytest.raises(RuntimeError, match="refused by the test"):
         read.result(60)  # a reader that nobody tells waits for ever

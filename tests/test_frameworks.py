@@ -1,6 +1,6 @@
 """In: plain `python train.py` for the libraries that choose a device themselves. Out: their work, done on `tpu`.
 
-They need the extra: pip install -e '.[test,models]'.
+They need the extra `models`, which `test` has.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ def test_the_accelerate_command_configures_and_launches_on_tpu(tmp_path: Path) -
     def output(*arguments: str, **environment: str) -> str:
         done = subprocess.run(
             [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
-            env={**os.environ, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", **environment},
+            env={
+                **os.environ, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **environment,
+            },
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -1,6 +1,6 @@
 """In: scripts for CUDA that leave the loop to a trainer library. Out: the same scripts, on `tpu` by `torchtpu run`.
 
-They need the extra: pip install -e '.[test,models]'.
+They need the extra `models`, which `test` has.
 """
 
 from __future__ import annotations
