@@ -91,10 +91,11 @@ def test_a_tensor_displays_as_it_prints(shell: Any) -> None:
     assert data == {"text/plain": "tensor([1., 2., 3.], device='tpu:0')"}
 
 
-@pytest.mark.filterwarnings("ignore:.*Completer.complete.*:PendingDeprecationWarning")
 def test_completion_offers_the_devices_functions_and_nothing_else(shell: Any) -> None:
-    _, found = shell.complete("torch.tpu.", "torch.tpu.", 10)
-    names = {name.removeprefix("torch.tpu.").removeprefix(".") for name in found}
+    from IPython.core.completer import provisionalcompleter
+
+    with provisionalcompleter():
+        names = {found.text.removeprefix(".") for found in shell.Completer.completions("torch.tpu.", 10)}
     assert {"synchronize", "memory_allocated", "manual_seed", "Stream", "amp"} <= names
     assert not names & {"os", "Any", "Path", "torch", "startup", "annotations", "dataclass"}
 
