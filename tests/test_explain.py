@@ -1,4 +1,4 @@
-"""In: programs with a planted fault. Out: an explanation that names its line and what to do about it."""
+"""Explanations of programs with a planted fault name its line and what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: reads of every kind. Out: what they wait for, what they cost, and what they say when they take long."""
+"""What reads of every kind wait for, what they cost, and what they say when they take long."""
 
 from __future__ import annotations
 
