@@ -1,4 +1,4 @@
-"""In: the C++ sources in runtime/csrc. Out: the one extension module, `torchtpu.runtime._C`.
+"""Builds the C++ sources in runtime/csrc into the one extension module, `torchtpu.runtime._C`.
 
 With TORCHTPU_SANITIZE=address,undefined or =thread in the environment, the compiler's sanitizers watch it, and it
 checks its locks; `tests/sanitize.py` builds it so in a copy and runs tests with it.  That build is one compilation of

@@ -1,4 +1,4 @@
-"""In: ops that XLA:CPU computes slowly as jax.numpy has them. Out: CPU time on `tpu`, beside torch CPU and `jax.jit`.
+"""CPU time of ops that XLA:CPU computes slowly as jax.numpy has them, on `tpu`, beside torch CPU and `jax.jit`.
 
 All three run in one process, one thread each, in alternate rounds.
 

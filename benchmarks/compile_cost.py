@@ -1,4 +1,4 @@
-"""In: training workloads, and a small model. Out: what they cost under torch.compile, beside jax and eager mode.
+"""What training steps cost under torch.compile, beside jax and eager mode.
 
 python benchmarks/compile_cost.py                   # w2 w3 w4, 3 repeats: warm step and first step
 python benchmarks/compile_cost.py w3 --repeats 1

@@ -1,4 +1,4 @@
-"""In: a workload and options of XLA. Out: what each option makes of a warm step's CPU time, or of its cycles on a TPU.
+"""What an option of XLA changes in a warm step's CPU time, or in its cycles on a TPU.
 
 The programs of one process are compiled with each option, and take turns in it; "same code" is not timed. `again` is
 the usual options once more: what it differs by is noise. For a chip, which need not be here, the figures are libtpu's.

@@ -1,4 +1,4 @@
-"""In: the name of a workload or of a parameter. Out: numpy arrays, the same numbers for every backend."""
+"""Numpy arrays for each workload, the same numbers for every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: TPU slices. Out: what an FSDP2 training step costs on each of their chips, by the compiler's account.
+"""What an FSDP2 training step costs on each chip of a TPU slice, by the compiler's account.
 
 One rank of the whole job is recorded under a process group in which nobody else is, compiled by libtpu for the slice,
 which need not be here, and not run. It is compiled again without the barriers that keep backward's gathers of sharded

@@ -1,4 +1,4 @@
-"""In: a training step of tiny tensors. Out: what `torchtpu.explain` costs the host while it is on, and once it was on.
+"""What `torchtpu.explain` costs the host while it is on, and after it was on.
 
 OMP_NUM_THREADS=1 python benchmarks/explain_cost.py
 OMP_NUM_THREADS=1 python benchmarks/explain_cost.py --instructions     # of the recorder, per known op; Linux on x86-64

@@ -1,4 +1,4 @@
-"""In: training workloads. Out: CPU seconds of the very first step of `tpu` (no cache) beside `jax`'s first call.
+"""CPU seconds of the very first step of `tpu`, without a cache, beside `jax`'s first call.
 
 Run it from anywhere:
 

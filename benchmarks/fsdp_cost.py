@@ -1,5 +1,5 @@
-"""In: a small model of four blocks. Out: what a step of FSDP2 costs the thread that records it, as ratios to the step
-without sharding and to PyTorch's FSDP2 on the CPU with a process group that does nothing; and what a vote costs.
+"""What a step of FSDP2 and a vote cost the recording thread, beside a step without sharding and PyTorch's FSDP2 on the
+CPU with a process group that does nothing.
 
 Two ranks on `tpu` and one process on the CPU run in turn. CPU time of the main thread counts, backward in it too.
 

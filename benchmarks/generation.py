@@ -1,4 +1,4 @@
-"""In: a GPT that generates 64 tokens. Out: programs and CPU time of the first generation, and of a token once warm.
+"""Programs and CPU time of the first text generation of a GPT, and of a token once warm.
 
 The cache of keys and values grows by `torch.cat` (cat), or is as long as it will be and is read up to a position that
 Python knows (position) or that the device knows (static). Peers: torch on the CPU with the same script, and

@@ -1,4 +1,4 @@
-"""In: streams of ops on tensors of one element. Out: what issuing them costs on `tpu`, as a ratio to torch on the CPU.
+"""What issuing ops on one-element tensors costs on `tpu`, as a ratio to torch on the CPU.
 
 Both devices run in one process, in alternate rounds.  `main thread` is the CPU time until the last call returns,
 `process` that of all threads until everything has run.

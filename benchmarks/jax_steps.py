@@ -1,4 +1,4 @@
-"""In: a workload. Out: the same step in hand-written JAX, one jit with donated state: the bar XLA sets."""
+"""The workloads' steps in hand-written JAX, one jit with donated state each: the bar that XLA sets."""
 
 from __future__ import annotations
 

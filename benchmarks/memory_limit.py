@@ -1,4 +1,4 @@
-"""In: a training step on a doubled batch. Out: its cost under a memory limit of 60 % of what it needs as one program.
+"""What a step on a doubled batch costs under a memory limit of 60 % of what it needs as one program.
 
 `whole` is one program without a limit, `free` has its parts compiled once, `limited` is the same under the limit.
 One process each. Resident memory is looked at every two milliseconds, compiling included; what was there once a small

@@ -1,4 +1,4 @@
-"""In: a workload and a backend (tpu, compiled, cpu or jax). Out: what one process of that backend measured, as a dict.
+"""Measures one backend (tpu, compiled, cpu or jax) on one workload in a process of its own.
 
 The backends run one process each, in turn, so that a busy machine disturbs all of them alike.  CPU time is what counts:
 `process_time` of all threads together, one thread of computation each.

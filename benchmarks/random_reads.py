@@ -1,4 +1,4 @@
-"""In: a training step. Out: what it costs to read a value at a random place of each step, and what is left of that.
+"""What it costs to read a value at a random place of each step, and what is left of that cost afterwards.
 
 `tpu` reads nothing, `reads` the result of one op in each of 200 steps, drawn anew for each: it prints the tensor or
 reads an element.  One process each, interleaved; compiling counts, as no programs are on disk.  A loss that is itself

@@ -1,4 +1,4 @@
-"""In: networks that repeat a part. Out: what their steps cost where it is compiled once, and where all is one program.
+"""What steps of networks with repeated parts cost, with each part compiled once and as one program.
 
 `tpu` compiles parts once, `whole` is the same device with TORCHTPU_CLUSTERS=0, `cpu` torch on the CPU.
 One process each, interleaved.

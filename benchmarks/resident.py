@@ -1,4 +1,4 @@
-"""In: a process that runs programs. Out: the most memory that it had resident, and the most that one program takes."""
+"""The peak resident memory of a process that runs programs, and the most that one program takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: training workloads. Out: CPU time of a warm step of `tpu`, everything included, beside `jax` (jit) and torch CPU.
+"""CPU time of a warm step of `tpu`, everything included, beside `jax` (jit) and torch CPU.
 
 Run it from anywhere:
 

@@ -1,4 +1,4 @@
-"""In: a workload and a device string. Out: its training step, written as a PyTorch user writes it."""
+"""The workloads' training steps as a PyTorch user writes them."""
 
 from __future__ import annotations
 

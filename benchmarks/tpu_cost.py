@@ -1,4 +1,4 @@
-"""In: workloads and kinds of TPU chips. Out: what the recorded step costs there beside that step in hand-written JAX.
+"""What recorded steps cost on TPU chips, by libtpu's estimate, beside the same steps in hand-written JAX.
 
 Both are compiled by libtpu for a chip that need not be here, with the same options, precision and attention kernel, and
 none runs. The time of a step is the larger of two bounds: the compiler's cycles at the chip's clock, with what has no

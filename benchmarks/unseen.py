@@ -1,4 +1,4 @@
-"""In: programs whose op streams differ from lap to lap. Out: what they cost on `tpu`, cold and warm, beside torch CPU.
+"""What programs cost whose op streams differ from lap to lap, cold and warm, beside torch CPU.
 
 A process per program and column; CPU seconds of all laps, CPU milliseconds of the median lap of the last quarter, and
 programs compiled in all and in that quarter. `warm` is a second process on the cache of the first.

@@ -1,4 +1,4 @@
-"""In: training workloads. Out: what the first step costs in a fresh process whose programs an earlier one has compiled.
+"""What the first step costs in a fresh process whose programs an earlier process has compiled.
 
 Each repeat starts with an empty cache of its own: one process fills it (cold), the next one finds it filled (warm).
 jax has its own persistent cache, made to keep everything.

@@ -1,4 +1,4 @@
-"""The compiled-program cache: in come named key parts and bytes, out come the bytes another process compiled.
+"""The cache of compiled programs, shared by processes.
 
 `open_store()` gives the store that the environment asks for.  Nothing here imports torch, jax or the rest of torchtpu.
 """

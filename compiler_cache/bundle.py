@@ -1,4 +1,4 @@
-"""Bundles: in comes a cache directory, out goes one file that another machine can import, and back.
+"""Bundles: exports a cache directory as one file, and imports such a file.
 
 A bundle is an uncompressed tar: each entry's file as `<kind>/<digest>`, then `manifest.json`, and `manifest.sig` where
 a secret was given.  The manifest names each entry's size and sha256; the signature is the manifest's HMAC-SHA256.

@@ -1,4 +1,4 @@
-"""What lies in a cache directory: in comes its path, out go its entries, the nearest one to a key, and its size bound.
+"""Looks into a cache directory: its entries, the entry nearest to a key, and its size bound.
 
 A directory holds `v1/<kind>/<two digits>/<digest>` (the entries), `locks/` and `tmp/` (files being written).
 """

@@ -1,4 +1,4 @@
-"""One cache file: in come a key, a payload and a note, out go bytes that prove they are undamaged, and back.
+"""The file format of a cache entry, whose checksum covers its key, payload and note.
 
 | bytes | content |
 |---|---|

@@ -1,4 +1,4 @@
-"""Files of the cache: in comes a path, out goes what lies there, whatever somebody may have put in its place.
+"""Opens and reads files of the cache safely, whatever somebody may have put in their place.
 
 Every file of a cache directory, and every bundle, is opened here.
 """

@@ -1,4 +1,4 @@
-"""Who builds: in comes a key's digest, out goes either the right to build it or what another thread or process built.
+"""Makes sure that one thread of one process builds a key while the others wait for its result.
 
 Threads of one process meet in `Flights`, processes in `KeyLock`.  A lock is a flock, which the kernel drops when its
 holder dies, so nobody waits for a killed builder; for one that is stopped, nobody waits longer than a lease.

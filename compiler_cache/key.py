@@ -1,4 +1,4 @@
-"""Cache keys: in come named parts, out come a canonical encoding, its sha256, and the difference of two keys."""
+"""Cache keys: named parts, their canonical encoding, its sha256, and the difference of two keys."""
 
 from __future__ import annotations
 

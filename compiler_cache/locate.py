@@ -1,4 +1,4 @@
-"""Where the cache is: in come environment variables, out goes the store that they ask for."""
+"""Finds the store that the environment variables ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store: in comes a key, out come the bytes that some process built for it, or the caller's own build of them.
+"""The store: returns the bytes that some process built for a key, or builds them.
 
 No method raises for what the disk or another user does: an unusable directory is a store that keeps nothing.
 """

@@ -1,4 +1,4 @@
-"""Program keys: in come a program's digest, a `Target` and compile options, out goes the key of its executable.
+"""The key of a program's executable, from its digest, a `Target` and compile options.
 
 The local client and the compile-only client both come here, so that what one stores the other finds.
 """

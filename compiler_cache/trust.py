@@ -1,4 +1,4 @@
-"""Who may write here: in comes a path, out goes the reason not to run code from it, or None.
+"""Says why code from a path should not be run, if there is a reason.
 
 An executable is native code, so a path is trusted when nobody but root and the current user can change what it names.
 """

@@ -1,4 +1,4 @@
-"""In: digits in a 5 x 7 dot font, turned, scaled and blurred. Out: a small ResNet that reads them, and its accuracy.
+"""Trains a small ResNet to read digits in a 5 x 7 dot font, turned, scaled and blurred.
 
 An ordinary PyTorch script (DataLoader workers, BatchNorm, SGD with momentum): `--device cuda` or `--device cpu` run
 the same lines.

@@ -1,4 +1,4 @@
-"""In: the standard library's sources, on several ranks. Out: the GPT of train_gpt.py, trained data parallel.
+"""Trains the GPT of train_gpt.py data parallel, on several ranks.
 
 The same script runs on GPUs with `--device cuda`.
 

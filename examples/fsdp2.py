@@ -1,5 +1,5 @@
-"""In: the standard library's sources, on several ranks. Out: the GPT of train_gpt.py, its weights, gradients and
-optimizer sharded; with --checkpoint it is saved, and a run that ended early goes on where it was.
+"""Trains the GPT of train_gpt.py on several ranks, with weights, gradients and optimizer sharded; with --checkpoint it
+is saved, and a run that ended early continues.
 
 The same script runs on GPUs with `--device cuda`.
 

@@ -1,4 +1,4 @@
-"""In: the identifiers of the Python standard library. Out: an LSTM that makes up new ones.
+"""Trains an LSTM on the identifiers of the Python standard library, and lets it make up new ones.
 
 An ordinary PyTorch script (nn.LSTM, padding, Adam): `--device cuda` or `cpu` run the same lines.
 

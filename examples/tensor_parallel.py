@@ -1,5 +1,4 @@
-"""In: the standard library's sources, on several ranks. Out: a GPT whose attention heads and hidden units are split
-among the ranks.
+"""Trains a GPT whose attention heads and hidden units are split among the ranks.
 
 The same script runs on GPUs with `--device cuda`.
 

@@ -1,4 +1,4 @@
-"""In: the Python standard library's own sources. Out: a character-level GPT, its falling loss and a text it wrote.
+"""Trains a character-level GPT on the Python standard library's own sources, and lets it write a text.
 
 An ordinary PyTorch script: `--device cuda` or `--device cpu` run the same lines.
 

@@ -1,4 +1,4 @@
-"""record -> cut -> lower -> compile -> run -> read: in come recorded regions, out go filled buffers.
+"""The runtime: records regions, cuts, lowers, compiles and runs them, and answers reads.
 
 Knows no op by name; what it needs from above (lowerings, shape inference, settings) is handed in at start.
 """

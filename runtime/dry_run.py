@@ -1,4 +1,4 @@
-"""Dry run: in come the recorder's callbacks, out goes a journal of programs; nothing is compiled or run.
+"""Dry run: answers the recorder and writes a journal of programs; nothing is compiled or run.
 
 Stands in for the engine where a program is to be collected without a device. Values are shapes without memory; a read
 is answered with zeros, or refused.

@@ -1,4 +1,4 @@
-"""The engine: in come the recorder's callbacks, out go compiled plans, launched regions, uploads and downloads.
+"""The engine: answers the recorder's callbacks by compiling plans, launching regions and moving arrays.
 
 Made at the first region or upload; imports jaxlib, makes the client and owns the compile threads.
 """

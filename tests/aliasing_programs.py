@@ -1,4 +1,4 @@
-"""Random programs over aliasing tensors: in come lists of numbers, out go the same steps on the CPU and on the device.
+"""Random programs over aliasing tensors, made from lists of numbers and run on the CPU and on the device.
 
 A program is a list of `Step`s. Each is run on the CPU first; what it does depends on the CPU's geometry alone, so that
 the device gets the very same call. After each step both worlds must agree on everything but values; values are compared

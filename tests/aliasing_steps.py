@@ -1,4 +1,4 @@
-"""The steps of random aliasing programs: in come a world, two of its tensors and choices, out goes what the step makes.
+"""The steps of random aliasing programs.
 
 A view or a functional op returns a tensor, which joins the world; a read returns plain values, which are compared.
 """

@@ -1,4 +1,4 @@
-"""Compiles lowerings for TPUs without one: in come PyTorch's op samples, out goes what libtpu's compiler refuses.
+"""Compiles lowerings of PyTorch's op samples for TPUs without one, and lists what libtpu's compiler refuses.
 
 python tests/aot_check.py --target v5e gather sort --dtypes float32,int64
 python tests/aot_check.py --target v6e                    # every lowering

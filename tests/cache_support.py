@@ -1,4 +1,4 @@
-"""In: nothing. Out: keys, payloads, children that use the cache without torch, and what the fixtures are made of."""
+"""Keys, payloads, and child processes that use the cache without torch, for the cache's tests."""
 
 from __future__ import annotations
 

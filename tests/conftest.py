@@ -1,4 +1,4 @@
-"""In: every test. Out: the same test, failed where it left a pending region, a buffer, an error or a thread behind."""
+"""Fixtures of all tests; a test fails where it leaves a pending region, a buffer, an error or a thread behind."""
 
 from __future__ import annotations
 

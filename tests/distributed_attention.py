@@ -1,5 +1,5 @@
-"""In: a process group. Out: no error where attention of sharded tensors is that of one process, in programs of all
-ranks: of DTensors with sharded heads or batches, and under context parallel of sequences."""
+"""Attention of sharded tensors equals that of one process, in programs of all ranks: of DTensors with sharded heads or
+batches, and under context parallel of sequences."""
 
 from __future__ import annotations
 

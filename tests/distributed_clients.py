@@ -1,4 +1,4 @@
-"""In: a process group. Out: no error where stock training on all ranks gives what one process gives on the CPU."""
+"""Stock training on all ranks gives what one process gives on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a process group. Out: no error where every collective on the device leaves what gloo leaves on CPU tensors."""
+"""Every collective on the device leaves what gloo leaves on CPU tensors."""
 
 from __future__ import annotations
 

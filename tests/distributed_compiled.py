@@ -1,4 +1,4 @@
-"""In: torchrun. Out: status 0 where compiled models train on all ranks as one process does, in as few launches."""
+"""Compiled models train on all ranks as in one process, in as few launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a process group. Out: no error where ranks that do as they like in every step learn what ranks in step learn."""
+"""Ranks that do different things in every step learn what ranks in step learn."""
 
 from __future__ import annotations
 

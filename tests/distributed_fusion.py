@@ -1,4 +1,4 @@
-"""In: a process group. Out: no error where collectives run in programs, and ranks that differ stay right."""
+"""Collectives run in programs of all ranks, and ranks that differ stay right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a process group of two. Out: no error where interrupts of both ranks leave what stock DDP on gloo leaves.
+"""Interrupts of both ranks leave what stock DDP on gloo leaves.
 
 Each rank is interrupted once a round, at a random time, by a handler that raises while the rank runs forward or reads
 and else leaves a note. The ranks then do as many steps as either has begun, and go on.

@@ -1,4 +1,4 @@
-"""In: torchrun, a folder, parts of the tests. Out: a line for each part that has passed on this rank, in one world."""
+"""Runs parts of the distributed tests on this rank, in one world, under torchrun."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""In: a process group. Out: no error where models whose parameters do not divide by the ranks train in programs of all
-ranks, as they do on the CPU: a vocabulary of 50257 words, weights of three rows and of one."""
+"""Models whose parameters do not divide by the ranks train in programs of all ranks, as they do on the CPU: a
+vocabulary of 50257 words, weights of three rows and of one."""
 
 from __future__ import annotations
 

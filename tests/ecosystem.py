@@ -1,4 +1,4 @@
-"""In: the libraries that are installed. Out: docs/ecosystem.md, what each of them did on `tpu` and on the CPU.
+"""Writes docs/ecosystem.md: what each installed library did on `tpu` and on the CPU.
 
 `python tests/ecosystem.py` runs all and writes the page; `python tests/ecosystem.py NAME` runs one and prints JSON.
 """

@@ -1,4 +1,4 @@
-"""Faults by injection: in come a boundary of the engine and the kind of a training, out goes a step that fails there.
+"""Faults by injection: a step that fails at a given boundary of the engine, for each kind of training.
 
 `tests/test_fault_table.py` runs the table; the ranks of a group run this file.
 """

@@ -1,4 +1,4 @@
-"""In: real entries, plans, manifests and bundles, changed at random. Out: inputs that are neither taken nor refused.
+"""Changes real entries, plans, manifests and bundles at random, and collects those that are neither taken nor refused.
 
 python tests/fuzz_cache.py KIND [--seed S] [--start N] [--count N]      input N of a seed is always the same
 python tests/fuzz_cache.py KIND --atheris [libFuzzer's options]        guided by coverage, where atheris is installed

@@ -1,4 +1,4 @@
-"""Checks lowerings without a device: in come PyTorch's own op samples on the CPU, out comes a table of mismatches.
+"""Checks lowerings without a device, against PyTorch's own op samples on the CPU.
 
 Every ATen call that a sample makes, forward and backward, is also computed by its lowering (jitted by JAX on the CPU)
 and inferred on meta tensors; both have to agree with what PyTorch's CPU kernel returned.

@@ -1,4 +1,4 @@
-"""In: the name of a model. Out: the model as its library makes it, tiny and with random weights, and inputs for it.
+"""Models as their libraries make them, tiny and with random weights, with inputs for them.
 
 The first few are plain PyTorch; the others need what the extra `test` has.
 """

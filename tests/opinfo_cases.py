@@ -1,4 +1,4 @@
-"""In: a check of an op. Out: its cases, calls that run on any device with a sample that PyTorch made on the CPU."""
+"""The cases of a check of an op: calls that run on any device with a sample that PyTorch made on the CPU."""
 
 from __future__ import annotations
 

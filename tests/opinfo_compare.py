@@ -1,4 +1,4 @@
-"""In: what a call made on the device and on the CPU. Out: the first difference that PyTorch's tests would see."""
+"""The first difference between two results that PyTorch's tests would see."""
 
 from __future__ import annotations
 

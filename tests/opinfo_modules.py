@@ -1,4 +1,4 @@
-"""In: a check of a module or an optimizer. Out: functions that run its samples on the device they are given."""
+"""Functions that run the samples of a check of a module or an optimizer on a given device."""
 
 from __future__ import annotations
 

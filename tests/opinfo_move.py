@@ -1,4 +1,4 @@
-"""In: a sample's arguments on the CPU. Out: copies of them on a device, with the same strides and aliasing."""
+"""Copies a sample's arguments to a device, with the same strides and aliasing."""
 
 from __future__ import annotations
 

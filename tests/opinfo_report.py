@@ -1,4 +1,4 @@
-"""Writes docs/ops.md: in come the result files of a full run, out goes the table of what passes, by dtype and by mode.
+"""Writes docs/ops.md from the result files of a full run: what passes, by dtype and by mode.
 
 python tests/opinfo_report.py shard0.jsonl shard1.jsonl
 """

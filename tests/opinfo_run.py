@@ -1,4 +1,4 @@
-"""Runs checks of the fixed list: in come names or a shard, out goes one JSON line per check.
+"""Runs checks of the fixed list, by name or by shard, and writes one JSON line per check.
 
     python tests/opinfo_run.py add nn.functional.conv2d --dtypes float32,int8
     python tests/opinfo_run.py --shard 0/4 --results shard0.jsonl     # started again, goes on where it ended

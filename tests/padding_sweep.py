@@ -1,4 +1,4 @@
-"""Checks padding op by op: in come PyTorch's own op samples, out comes which lowerings serve sizes that change.
+"""Checks padding op by op: which lowerings serve sizes that change, by PyTorch's own op samples.
 
 Every ATen call that a sample makes, forward and backward, is traced by its lowering with one of its sizes symbolic, and
 computed on longer arrays for three lengths, with NaN, huge numbers and plausible indices behind what counts. It has to

@@ -1,4 +1,4 @@
-"""Random small programs, run on the CPU and on tpu: in comes a seed, out come the programs whose reads differ, shrunk.
+"""Random small programs, run on the CPU and on tpu; those whose reads differ are shrunk.
 
 A program is plain Python text, made statement by statement: each is tried on the CPU as it is drawn, so that most do
 something. Its laps have sizes that change, and some state that lives on from lap to lap.

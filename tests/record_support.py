@@ -1,4 +1,4 @@
-"""A tiny recorder for the engine's tests: in come torch calls on CPU tensors, out goes the `Program` they record.
+"""A tiny recorder for the engine's tests: turns torch calls on CPU tensors into the `Program` they record.
 
 Every storage holds a value; ops on views of it are recorded with their geometry, as the C++ recorder records them.
 """

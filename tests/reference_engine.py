@@ -1,4 +1,4 @@
-"""An engine for tests of the recorder: in come its callbacks, out go values that torch computes on the CPU, op by op.
+"""An engine for tests of the recorder that computes values with torch on the CPU, op by op.
 
 It takes XLA and the lowerings out of the picture: what differs from the CPU under it is the recorder's doing. It holds
 the recorder to the contract of donation too: a donated buffer is overwritten and refuses any further use.

@@ -1,4 +1,4 @@
-"""In: a script. Out: what it printed once it has ended by itself; one that hangs prints every thread's stack."""
+"""Runs a script until it ends by itself; one that hangs prints every thread's stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: random programs of views, writes, reads and deaths. Out: geometry, versions, values and errors equal the CPU's.
+"""Random programs of views, writes, reads and deaths have the CPU's geometry, versions, values and errors.
 
 Under the reference engine a difference is the recorder's; under XLA it may be the lowering's too.
 """

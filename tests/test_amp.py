@@ -1,4 +1,4 @@
-"""In: autocast and GradScaler on tpu. Out: CUDA's dtypes op by op, and scaled training that equals plain training."""
+"""Autocast and GradScaler on tpu have CUDA's dtypes op by op, and scaled training equals plain training."""
 
 from __future__ import annotations
 

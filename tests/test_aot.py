@@ -1,4 +1,4 @@
-"""In: lowerings, and a compiled module's text. Out: what the TPU compiler refuses, and what the estimate leaves out."""
+"""What the TPU compiler refuses of the lowerings, and what the cost estimate leaves out."""
 
 from __future__ import annotations
 

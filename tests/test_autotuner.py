@@ -1,4 +1,4 @@
-"""Hot programs are compiled with other options: in come launches by a planted clock, out go the options that stay."""
+"""Hot programs are compiled with other options, and what is faster by a planted clock stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimisations that raise: in come programs of which one cannot be built, out come the CPU's numbers and a note."""
+"""Optimizations that raise leave the CPU's numbers and a note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: an engine, and a cache that others wrote to or damaged. Out: right values, and what had to be built again."""
+"""An engine on a cache that others wrote to or damaged computes right values and rebuilds what is missing."""
 
 from __future__ import annotations
 

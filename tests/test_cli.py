@@ -1,4 +1,4 @@
-"""In: scripts written for CUDA. Out: the same scripts on tpu through `torchtpu run`, and a list of what was mapped."""
+"""Scripts written for CUDA run on tpu through `torchtpu run`, which lists what was mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: the commands `torchtpu cache` and `torchtpu doctor`. Out: what lies in the cache, and what is wrong here."""
+"""`torchtpu cache` says what lies in the cache, and `torchtpu doctor` what is wrong here."""
 
 from __future__ import annotations
 

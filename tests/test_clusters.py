@@ -1,4 +1,4 @@
-"""What repeats in a region is one program: in come recorded programs, out come their parts and what these compute."""
+"""What repeats in a region becomes one program."""
 
 from __future__ import annotations
 

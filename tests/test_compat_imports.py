@@ -1,4 +1,4 @@
-"""Changes to other libraries as they are imported: in come modules, out go changed ones, and no error of ours."""
+"""Other libraries are changed as they are imported, without an error of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: unmodified models under torch.compile. Out: eager's numbers, from no more graphs and programs than inductor's."""
+"""Unmodified models under torch.compile give eager's numbers, in no more graphs and programs than inductor's."""
 
 from __future__ import annotations
 

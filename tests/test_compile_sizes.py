@@ -1,4 +1,4 @@
-"""Compiled graphs whose sizes change: in come functions and models, out come the CPU's numbers from few programs."""
+"""Compiled graphs whose sizes change give the CPU's numbers in few programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: threads, processes, crashes, damage and full disks. Out: a cache that is right or absent, never in the way."""
+"""Under threads, processes, crashes, damage and full disks the cache is right or absent, never in the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: a cache. Out: a file that fills another cache, if it is signed or trusted and exactly as it was written."""
+"""A bundle fills another cache if it is signed or trusted, and exactly as it was written."""
 
 from __future__ import annotations
 

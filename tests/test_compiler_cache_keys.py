@@ -1,4 +1,4 @@
-"""In: programs, options and targets that differ in one thing. Out: a key that differs exactly when the code would."""
+"""A key differs exactly when the compiled code would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: directories that others own or may write to. Out: code is run only from where nobody else can put any."""
+"""Code is run only from directories where nobody else can put any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: knobs as variables, calls and blocks. Out: typed values, and errors that name the knob."""
+"""Knobs as variables, calls and blocks have typed values, and errors that name the knob."""
 
 from __future__ import annotations
 

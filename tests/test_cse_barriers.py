@@ -1,4 +1,4 @@
-"""What a program computes again on purpose: in come recorded programs, out come texts that XLA does not fold."""
+"""What a program computes again on purpose is not merged by XLA."""
 
 from __future__ import annotations
 

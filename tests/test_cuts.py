@@ -1,4 +1,4 @@
-"""In: loops that never read. Out: they settle: after a few regions no program is compiled any more."""
+"""Loops that never read settle: after a few regions no program is compiled any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel and its parts: in come modules on one device and on two, out come one device's values."""
+"""torch.nn.DataParallel and its parts give one device's values on two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that end, hang or lose their connections: in come jobs of several processes, out come errors that name them.
+"""Ranks that end, hang or lose their connections are named in the errors of the others.
 
 Groups have timeouts that are longer than any test may take: who reports has noticed.
 """

@@ -1,4 +1,4 @@
-"""In: programs that make NaN, or that differ between devices. Out: the op and the line where it begins."""
+"""Programs that make NaN, or that differ between devices, are traced to the op and the line where it begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: what scripts call on torch.cuda and torch.accelerator. Out: the same answers from torch.tpu."""
+"""torch.tpu answers what scripts call on torch.cuda and torch.accelerator."""
 
 from __future__ import annotations
 

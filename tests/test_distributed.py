@@ -1,4 +1,4 @@
-"""torch.distributed on the device: in come stock scripts under torchrun, out come equal values, or errors that help."""
+"""torch.distributed on the device: stock scripts under torchrun give equal values, or errors that help."""
 
 from __future__ import annotations
 

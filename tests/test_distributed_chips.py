@@ -1,4 +1,4 @@
-"""Rank to chip: in come torchrun's environment and a slice's metadata, out comes what libtpu must be told."""
+"""What libtpu must be told about ranks and chips, from torchrun's environment and a slice's metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples for several ranks: in come their scripts at a small size, out come the losses of one process."""
+"""The examples for several ranks, at a small size, have the losses of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: some ints of each of many ranks. Out: on every rank those of all, in few rounds."""
+"""Votes give each rank some ints of every rank, in few rounds."""
 
 from __future__ import annotations
 

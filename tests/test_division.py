@@ -1,4 +1,4 @@
-"""New streams are made of small programs that they share: in come streams that vary, out go pieces and their errors."""
+"""New streams are made of small programs that they share, and errors name their own lines."""
 
 from __future__ import annotations
 

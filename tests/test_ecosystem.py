@@ -1,4 +1,4 @@
-"""In: training loops of libraries, on tiny models. Out: the CPU's losses, no op on the CPU, nothing compiled later.
+"""Training loops of libraries, on tiny models, have the CPU's losses, run no op on the CPU, and compile nothing later.
 
 They need the extra `models`, which `test` has.
 """

@@ -1,4 +1,4 @@
-"""The engine compiles, launches and explains: in come hand-recorded programs, out comes what torch computes."""
+"""The engine compiles, launches and explains hand-recorded programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: programs with a planted fault. Out: an explanation that names its line and what to do about it."""
+"""Explanations of programs with a planted fault name its line and what to do about it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.ids.add(given.get("id") or "")
-        self.loaded += [v for k, v in attrs if k in ("src", "href") and v]
+        self.loaded += [v for k, v in attrs if k in ("src", "href") and v and not v.startswith("#")]
 
 
 def test_the_page_needs_nothing_else() -> None:

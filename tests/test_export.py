@@ -1,4 +1,4 @@
-"""In: modules exported by torch.export. Out: programs that run on tpu, are saved, warmed and equal the module."""
+"""Modules exported by torch.export run on tpu, are saved and warmed, and equal the original module."""
 
 from __future__ import annotations
 

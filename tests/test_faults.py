@@ -1,4 +1,4 @@
-"""In: builds, launches, checks and hooks that fail. Out: the right error in the right place; the device goes on."""
+"""Builds, launches, checks and hooks that fail raise the right error in the right place, and the device goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: attention calls. Out: the Pallas form's numbers equal to the composite form's, and less memory on TPUs."""
+"""The Pallas form of attention equals the composite form, and takes less memory on TPUs."""
 
 from __future__ import annotations
 

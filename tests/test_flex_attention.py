@@ -1,4 +1,4 @@
-"""In: flex_attention calls. Out: numbers and gradients equal to the formula's, no stored scores, programs for TPUs."""
+"""flex_attention has the formula's numbers and gradients, stores no scores, and compiles for TPUs."""
 
 from __future__ import annotations
 

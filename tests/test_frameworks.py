@@ -1,4 +1,4 @@
-"""In: plain `python train.py` for the libraries that choose a device themselves. Out: their work, done on `tpu`.
+"""Plain `python train.py` works on `tpu` for the libraries that choose a device themselves.
 
 They need the extra `models`, which `test` has.
 """

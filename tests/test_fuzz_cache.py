@@ -1,4 +1,4 @@
-"""In: entries, plans, manifests and bundles changed at random. Out: each of them taken or refused, and nothing else."""
+"""Entries, plans, manifests and bundles changed at random are taken or refused, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: transformers' text generation with a StaticCache. Out: the CPU's tokens, and programs whose number is bounded."""
+"""transformers' text generation with a StaticCache gives the CPU's tokens, in a bounded number of programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that keep growing: in come loops whose tensors get longer, out come what the CPU computes and few programs."""
+"""Loops whose tensors get longer compute what the CPU computes, in few programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: the source text of the package. Out: a failure where an import, a file or an op stands in the wrong place."""
+"""Imports, files and ops stand in the right place, by the package's source text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: scripts that are interrupted, end early or fork. Out: they end at once, with the right status and no noise."""
+"""Scripts that are interrupted, end early or fork end at once, with the right status and no noise."""
 
 from __future__ import annotations
 

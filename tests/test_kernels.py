@@ -1,4 +1,4 @@
-"""In: JAX functions and Pallas kernels as ops. Out: JAX's own numbers and gradients, recorded in the region."""
+"""JAX functions and Pallas kernels as ops have JAX's own numbers and gradients, recorded in the region."""
 
 from __future__ import annotations
 

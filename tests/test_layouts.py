@@ -1,4 +1,4 @@
-"""In: ops on elements, over tensors of many layouts. Out: each result's strides are the CPU's, also where a size is 1.
+"""Results of ops on elements, over tensors of many layouts, have the CPU's strides, also where a size is 1.
 
 Nobody steps over a dimension of size 1, but a view through another dtype asks what its stride is.
 """

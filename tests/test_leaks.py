@@ -1,4 +1,4 @@
-"""In: long loops. Out: counters that stay exactly constant and a resident set that does not grow."""
+"""In long loops, counters stay exactly constant and the resident set does not grow."""
 
 from __future__ import annotations
 

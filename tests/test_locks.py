@@ -1,4 +1,4 @@
-"""In: threads that use each other's values, storages of any size, plans that the trie gave up. Out: nothing is torn."""
+"""Threads may use each other's values, storages of any size, and plans that the trie gave up; nothing is torn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowerings of ops that PyTorch's databases do not reach: in come our own samples, out comes a failure per wrong op.
+"""Lowerings of ops that PyTorch's databases do not reach, checked on our own samples.
 
 `tests/lowering_check.py` compares each lowering with PyTorch's CPU kernel, without a device.
 """

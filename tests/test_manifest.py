@@ -1,4 +1,4 @@
-"""In: recorded programs. Out: the same programs from a manifest, and journals that survive a kill."""
+"""Recorded programs are the same when read from a manifest, and journals survive a kill."""
 
 from __future__ import annotations
 

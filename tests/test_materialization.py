@@ -1,4 +1,4 @@
-"""What XLA would compute again for each of its consumers is stored: in come programs, out come their texts."""
+"""What XLA would compute again for each of its consumers is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets and caps: in come small ones, out comes the same training as without, what was done, or what is alive."""
+"""Training under small memory limits and caps is the same as without, and says what was done and what is alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: unmodified models, plain PyTorch's and the libraries'. Out: the CPU's numbers, and no op on the CPU."""
+"""Unmodified models, plain PyTorch's and the libraries', give the CPU's numbers with no op on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: op streams that are new under dispatch modes, hooks and transforms. Out: what the CPU gives."""
+"""Op streams that are new under dispatch modes, hooks and transforms give what the CPU gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tpu tensors in other processes: in come arguments, queues and modules of torch.multiprocessing, out come copies."""
+"""tpu tensors that are sent to other processes by torch.multiprocessing arrive as copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: complex numbers with infinities, NaN and zeros of both signs. Out: what the CPU makes of them, NaN for NaN."""
+"""Complex numbers with infinities, NaN and zeros of both signs give what the CPU makes of them, NaN for NaN."""
 
 from __future__ import annotations
 

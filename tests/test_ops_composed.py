@@ -1,4 +1,4 @@
-"""In: ops composed of others, and those that databases do not reach. Out: the CPU's results, made on the device."""
+"""Ops composed of others, and those that databases do not reach, give the CPU's results on the device."""
 
 from __future__ import annotations
 

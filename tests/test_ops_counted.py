@@ -1,4 +1,4 @@
-"""In: ops whose results have shapes that depend on data. Out: the CPU's results, made on the device."""
+"""Ops whose results have shapes that depend on data give the CPU's results, made on the device."""
 
 from __future__ import annotations
 

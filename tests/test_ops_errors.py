@@ -1,4 +1,4 @@
-"""In: calls that the CPU refuses, and calls that mix devices. Out: the CPU's error, or its result on the device."""
+"""Calls that the CPU refuses, and calls that mix devices, give the CPU's error, or its result on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: bfloat16, float8 and int8 numbers, and quantized tensors. Out: PyTorch's roundings, products and refusals."""
+"""bfloat16, float8, int8 and quantized numbers have PyTorch's roundings, products and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The random lowerings: in come seeds and parameters, out go repeatable numbers of the right distribution."""
+"""Random lowerings give repeatable numbers of the right distribution."""
 
 from __future__ import annotations
 

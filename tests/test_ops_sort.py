@@ -1,4 +1,4 @@
-"""Order on platform cpu: in come values with NaNs and equal elements, out go PyTorch's order and positions."""
+"""Sorting on platform cpu has PyTorch's order and positions, with NaNs and equal elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: lowerings written another way for platform tpu or for a common case. Out: the values of the CPU all the same.
+"""Lowerings written another way for platform tpu, or for a common case, have the CPU's values.
 
 Forms for a platform are run on the CPU by calling the lowering itself.
 """

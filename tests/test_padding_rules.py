@@ -1,5 +1,4 @@
-"""Rules on primitives: in come functions of arrays that are longer than what counts of them, out comes what they make
-of what counts, whatever the rest is."""
+"""Rules on primitives compute from padded arrays what the data alone would give, whatever the padding is."""
 
 from __future__ import annotations
 

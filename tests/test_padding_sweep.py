@@ -1,4 +1,4 @@
-"""Padding, op by op: in come PyTorch's own samples with a size that changes, out comes what exact shapes make.
+"""Padding, op by op, gives what exact shapes give, on PyTorch's own samples with a size that changes.
 
 Every run checks a part of all ops, another one with each commit; `--full` checks all, and how many are served.
 """

@@ -1,4 +1,4 @@
-"""Programs split into parts: in come hand-recorded programs, out comes what the whole computes."""
+"""Programs split into parts compute what the whole computes."""
 
 from __future__ import annotations
 

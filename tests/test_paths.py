@@ -1,4 +1,4 @@
-"""In: a script in a path that is not UTF-8. Out: it runs, and its lines are named as Python's tracebacks name them."""
+"""A script in a path that is not UTF-8 runs, and its lines are named as Python's tracebacks name them."""
 
 from __future__ import annotations
 

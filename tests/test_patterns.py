@@ -1,4 +1,4 @@
-"""In: what scripts written for CUDA do around their models. Out: what they get on the CPU."""
+"""What scripts written for CUDA do around their models gives what it gives on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions with collectives of several groups: in come recorded programs, out come pieces of one group each."""
+"""Regions with collectives of several groups are divided into pieces of one group each."""
 
 from __future__ import annotations
 

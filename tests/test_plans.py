@@ -1,4 +1,4 @@
-"""In: programs, lowerings that change, stores that saw them. Out: a plan from the store exactly where it is right."""
+"""A plan comes from the store exactly where it is right."""
 
 from __future__ import annotations
 

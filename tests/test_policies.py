@@ -1,4 +1,4 @@
-"""In: the policies block and frozen, ready(), deterministic mode. Out: what is compiled under them, and equal bits."""
+"""What is compiled under the policies block and frozen, ready() and deterministic mode, and that bits are equal."""
 
 from __future__ import annotations
 

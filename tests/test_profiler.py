@@ -1,4 +1,4 @@
-"""In: profiled blocks. Out: traces with rows of the device on PyTorch's clock, as viewers demand them."""
+"""Profiled blocks give traces with rows of the device on PyTorch's clock, as viewers demand them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: reads of every kind. Out: what they wait for, what they cost, and what they say when they take long."""
+"""What reads of every kind wait for, what they cost, and what they say when they take long."""
 
 from __future__ import annotations
 
@@ -171,11 +171,13 @@ def test_a_terminal_shows_what_a_read_waits_for_until_it_ends(
     monkeypatch.setenv("TERM", "xterm")
     released = threading.Event()
     hold_builds(released)
-    y = torch.ones(3, device="tpu").cosh() + 2
+    x = torch.ones(3, device="tpu")
+    y = (x.sinh() if is_interrupted else x.cosh()) + 2  # a program that is not there yet
     seen: list[str] = []
 
     def watch() -> None:
-        while not screen.lines()[-1]:
+        deadline = time.monotonic() + 60
+        while not screen.lines()[-1] and time.monotonic() < deadline:
             time.sleep(0.01)
         seen.append(screen.lines()[-1])
         if is_interrupted:

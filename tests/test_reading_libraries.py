@@ -1,4 +1,4 @@
-"""In: library code that reads values in its loops. Out: loops that settle, and the line of every read."""
+"""Library code that reads values in its loops settles, and every read has its line."""
 
 from __future__ import annotations
 

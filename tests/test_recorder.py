@@ -1,4 +1,4 @@
-"""In: small scripts on the device. Out: what the recorder made of them: programs, outputs, versions, errors."""
+"""What the recorder makes of small scripts on the device: programs, outputs, versions, errors."""
 
 from __future__ import annotations
 

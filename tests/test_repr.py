@@ -1,4 +1,4 @@
-"""In: tpu tensors in print, repr, format and pdb. Out: CUDA's text with `tpu`, from one read and no recorded op."""
+"""print, repr, format and pdb of tpu tensors give CUDA's text with `tpu`, from one read and no recorded op."""
 
 from __future__ import annotations
 

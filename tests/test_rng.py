@@ -1,4 +1,4 @@
-"""In: seeds, states and generators. Out: the same numbers for the same (seed, offset), wherever a region is cut."""
+"""Random numbers are the same for the same (seed, offset), wherever a region is cut."""
 
 from __future__ import annotations
 

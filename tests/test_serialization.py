@@ -1,4 +1,4 @@
-"""In: tpu tensors and modules. Out: the same ones after save, load, pickle, copy, DLPack, numpy or another process."""
+"""Tensors and modules are the same after save, load, pickle, copy, DLPack, numpy or another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: reads in the middle of streams that are known to go on. Out: values, while regions and their programs stay."""
+"""Reads in the middle of known streams give values, while regions and their programs stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of ranks whose shards are unequal: in come recorded programs, out come stages that fit together."""
+"""Programs of ranks whose shards are unequal are divided into stages that fit together."""
 
 from __future__ import annotations
 

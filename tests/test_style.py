@@ -1,4 +1,4 @@
-"""In: the checkout. Out: a failure where ruff, mypy or clang-format would change or refuse something."""
+"""ruff, mypy and clang-format would change and refuse nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: several threads that record, read, train and end. Out: each gets its own right values, and programs stay few."""
+"""Threads that record, read, train and end get their own right values, and programs stay few."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New programs are compiled quickly, and well once launches have paid for it: in come launches, out go tiers."""
+"""New programs are compiled quickly, and well once launches have paid for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In: scripts for CUDA that leave the loop to a trainer library. Out: the same scripts, on `tpu` by `torchtpu run`.
+"""Scripts for CUDA that leave the loop to a trainer library run on `tpu` by `torchtpu run`.
 
 They need the extra `models`, which `test` has.
 """

@@ -1,4 +1,4 @@
-"""In: training loops as users write them. Out: the CPU's numbers, and no new program once they are warm."""
+"""Training loops as users write them give the CPU's numbers, and compile no new program once they are warm."""
 
 from __future__ import annotations
 

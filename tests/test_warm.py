@@ -1,4 +1,4 @@
-"""In: `torchtpu warm` and small scripts. Out: the programs that a later process needs, compiled before it starts."""
+"""`torchtpu warm` compiles the programs that a later process needs before it starts."""
 
 from __future__ import annotations
 

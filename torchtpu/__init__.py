@@ -1,4 +1,4 @@
-"""torchtpu: in comes an unmodified PyTorch program, out comes the device `tpu`.
+"""torchtpu gives PyTorch the device `tpu`.
 
 `import torch` alone makes the device available; this package holds what goes beyond torch's own names: knobs
 (`torchtpu.config`), counts (`torchtpu.metrics`) and the command line.

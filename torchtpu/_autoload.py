@@ -1,4 +1,4 @@
-"""The torch.backends entry point: in comes `import torch`, out comes the device `tpu`.
+"""The torch.backends entry point: `import torch` registers the device `tpu`.
 
 Its own module, because an entry point into the package itself would be looked up while `import torchtpu` is under way.
 """

@@ -1,4 +1,4 @@
-"""Every knob: in come TORCHTPU_* variables, `set(...)` calls and `using(...)` blocks, out go typed values.
+"""Every knob, set by TORCHTPU_* variables, by `set(...)` calls or by `using(...)` blocks.
 
     TORCHTPU_SYNC=1 python train.py           # the environment
     torchtpu.config.set(sync=True)            # code

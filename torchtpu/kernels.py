@@ -1,4 +1,4 @@
-"""Kernels of your own: in comes a JAX function or a Pallas kernel, out comes an op on tpu tensors.
+"""Kernels of your own: JAX functions and Pallas kernels as ops on tpu tensors.
 
     @torchtpu.kernels.jax_kernel
     def gelu(x, *, approximate=True):

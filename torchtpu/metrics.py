@@ -1,4 +1,4 @@
-"""Numbers for the curious: in come the counters of the recorder and the engine, out goes one plain dict."""
+"""Counters of the recorder and the engine, as one plain dict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers' steps: in comes each of them, out goes a mark where its ops end, with what undoes it on the host."""
+"""Marks where the ops of each optimizer's step end, with what undoes the step on the host."""
 
 from __future__ import annotations
 

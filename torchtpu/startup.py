@@ -1,4 +1,4 @@
-"""Starting the device: in come the knobs and the table of lowerings, out come a working recorder and, later, an engine.
+"""Starts the device: a working recorder from the knobs and the table of lowerings and, later, an engine.
 
 The recorder works from `import torch` on. The engine (jax, PJRT, the compile threads) starts at the first region or
 upload, in the thread that needs it, so that importing torch stays fast and DataLoader workers never start it.

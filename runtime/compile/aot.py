@@ -1,4 +1,4 @@
-"""Compiling for TPUs on a machine without one: in comes a program text, out come its executable's bytes and its cost.
+"""Compiles programs for TPUs on a machine without one, and estimates their cost.
 
 libtpu loads once per process and reads its settings from the environment: whoever makes an `AotClient` starts a
 process for it with `environment()` set.

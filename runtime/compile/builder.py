@@ -1,4 +1,4 @@
-"""Building: in come programs, out go executables for a device, lowered here and compiled by the compiler's threads."""
+"""Builds executables from programs: lowers them here and compiles them in the compiler's threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling: in come plans, out come loaded executables, from memory, from the store, or from XLA.
+"""Loads executables from memory or the store, or has XLA compile them.
 
 Worker threads compile; XLA releases the GIL meanwhile. A program is compiled once, however many ask for it. One worker
 more than may compile at once is kept for small programs, so that what compiles for a minute holds up no print.

@@ -1,4 +1,4 @@
-"""Callbacks of futures: in comes what one of them raises, which nobody would hear of; out it goes to those who wait."""
+"""Passes what a future's callback raises, which nobody would hear of, on to those who wait."""
 
 from __future__ import annotations
 

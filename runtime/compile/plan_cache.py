@@ -1,4 +1,4 @@
-"""Plans: in comes a recorded program, out go its key and what its launches must know, from the store or by lowering it.
+"""Plans: a recorded program's key and what its launches must know, from the store or by lowering the program.
 
 With a plan from the store nothing is traced and no text is written, unless the program itself has to be compiled; nor
 is a program searched for clusters whose places are in the store. The keys hold the op stream, the platform, and

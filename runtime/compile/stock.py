@@ -1,4 +1,4 @@
-"""The stock of pieces: in come parts of any region, out go their executables, of which equal parts share the program.
+"""The stock of pieces: executables for parts of regions, of which equal parts share a program.
 
 A piece is lowered and compiled for the region that first has it; one that comes
 with other sizes is padded, where that is possible. What names source lines, for errors and reports, is

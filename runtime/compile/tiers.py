@@ -1,5 +1,5 @@
-"""Tiers: in comes a platform, out go the options that its programs begin with, when they pass on to the usual ones, and
-what its hot programs are tried with.
+"""The tiers of each platform: the compile options that programs begin with, when they move on to the usual options, and
+which options hot programs are tried with.
 
 Whether a program has paid for its next tier is counted by a model of the ops, never by the clock: which programs there
 are hangs on the op streams alone. What loosens the numbers has no place here: tiers differ in the last bits only.

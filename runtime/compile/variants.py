@@ -1,4 +1,4 @@
-"""Variants: in comes a region's program, out goes what it is launched as, in one of several variants.
+"""Builds the variants of a region's program: pieces, clusters, whole, and other compile options.
 
 Unusual are what is compiled with the options of the first tier, a region of clusters as one program, "whole", and what
 is compiled with the options of a variant. Which variant was the fastest is kept in the store: the next process starts

@@ -1,4 +1,4 @@
-"""The kinds of TPU chips: in comes the name of one, or its PCI device id, out go the facts of one device of it."""
+"""The kinds of TPU chips, by name and PCI device id, with the facts of one device of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client: in come program texts, tensors and arrays, out go executables and arrays.
+"""The client: compiles program texts to executables, launches them, and moves arrays.
 
 The only file that touches jaxlib. On the CPU platform the client is our own: no JAX backend starts, no TPU is probed
 for, and the user's JAX stays as it is. There jax itself is imported when something is traced, which takes ten times as

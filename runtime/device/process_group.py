@@ -1,4 +1,4 @@
-"""Several processes under one client: in comes what they tell each other, out goes how their devices are named."""
+"""Names the devices of several processes that share one client, from what they tell each other."""
 
 from __future__ import annotations
 

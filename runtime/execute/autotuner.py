@@ -1,4 +1,4 @@
-"""The autotuner: in come launches of one region, out goes each in the variant that runs it best by now.
+"""The autotuner: launches a region in the variant that has been the fastest so far.
 
 What is quickly there runs first: in the first tier, until its launches have paid for compiling the usual variant, which
 then takes its place. A region that is launched often is compiled in other variants too, one at a time and when nothing

@@ -1,4 +1,4 @@
-"""Guards: in come the results of a launch's checks, out goes the op's error at the next read of what depends on it.
+"""Pending checks: raise the op's error at the next read of what depends on a failed check.
 
 Sets of inputs and of checks are ints: bit n stands for number n.
 """

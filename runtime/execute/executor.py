@@ -1,4 +1,4 @@
-"""Running: in comes a recorder's `work`, out go its output arrays, enqueued in program order."""
+"""Runs the recorder's works in program order, and returns their output arrays."""
 
 from __future__ import annotations
 

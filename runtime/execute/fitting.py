@@ -1,4 +1,4 @@
-"""Fitting: in comes a program that needs too many bytes, out goes a sequence of programs that needs fewer.
+"""Turns a program that needs too much memory into a sequence of programs that needs less.
 
 A program's temporaries are alive together; those of its parts are not. Where the values between parts are too many
 bytes, some are made again.

@@ -1,4 +1,4 @@
-"""Memory: in comes what a launch will take, out goes permission, or what can be said of a device that is full.
+"""Accounts for device memory: admits launches, and explains what fills a device.
 
 Counted are the arrays on a device, and what the launches take that have not run: their arguments and temporaries.
 """

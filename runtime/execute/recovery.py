@@ -1,4 +1,4 @@
-"""Recovery: in comes a launch that failed, out goes what eager PyTorch would have computed before the op that failed.
+"""Computes, after a failed launch, what eager PyTorch would have computed before the op that failed.
 
 Nothing of a failed launch has run, so its inputs are as they were; where a check fails on the device, the program has
 kept the storages as they were right before the op that checks. A region that failed for another reason than want of

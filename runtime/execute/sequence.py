@@ -1,4 +1,4 @@
-"""Sequences: in comes a work, out go its outputs, computed by several programs in turn.
+"""Sequences: compute a work's outputs by several programs in turn.
 
 What lies between two programs lives until its last use, no longer.
 """

@@ -1,4 +1,4 @@
-"""Calls of ops: in comes a recorded op, out go its lowering's arguments, its array parameters and its results."""
+"""Calls of ops: a recorded op's lowering arguments, array parameters and results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""JSON from files, checked: in comes what a file says, out go values of the types and bounds that their user takes for
-granted; ValueError, and no other error, where it says something else.
-"""
+"""Reads values from JSON with the types and bounds that their user takes for granted, and raises ValueError, and no
+other error, for everything else."""
 
 from __future__ import annotations
 

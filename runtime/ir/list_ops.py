@@ -1,4 +1,4 @@
-"""Ops over lists: in come recorded ops, out come the same with each list taken apart into its elements.
+"""Divides recorded ops over lists into ops on each of their elements.
 
 What many tensors undergo one op after the other then stands together for each tensor.
 """

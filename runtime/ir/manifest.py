@@ -1,4 +1,4 @@
-"""Manifests: in come recorded programs, out go lines of JSON that hold them, and back.
+"""Manifests: recorded programs as lines of JSON, written and read.
 
 A line is data: reading one runs no code, and whoever writes a manifest can make its reader compile something, no more.
 """

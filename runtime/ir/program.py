@@ -1,4 +1,4 @@
-"""A recorded region, as the recorder hands it over: in comes a path of the trie, out go frozen data classes.
+"""A recorded region as frozen data classes, as the recorder hands it over.
 
 `Program` is everything that decides a program's text.  Values are numbered: a value >= 0 is made by an op of the
 program, a value < 0 is its input `~value`, and `None` stands for a storage that was never written.

@@ -1,5 +1,4 @@
-"""Alike programs: in comes a program, out go the numbers in it that other ranks may have different ones for, and the
-program that takes some of them at run time instead.
+"""Scalar lifting: makes inputs of the numbers in which the programs of several ranks differ.
 
 Such numbers are a rank's place in a shared buffer, or the first word of its part of a vocabulary.
 """

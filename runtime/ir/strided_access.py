@@ -1,4 +1,4 @@
-"""Boxes: in comes a strided geometry over a row-major array, out goes the same view as a box of a reshaped array.
+"""Strided access: expresses a strided view of a row-major array as a box of a reshaped array.
 
 A box reshapes the array to mixed-radix `factors` and takes a range of each, so that a view is a reshape, a slice, a
 transpose, a reshape and a broadcast, and a write is their inverse. Almost every view PyTorch makes is a box.

@@ -1,4 +1,4 @@
-"""Casts of bytes: in comes an array, out come the same row-major bytes as an array of another element type.
+"""Bit casts: the same row-major bytes as an array of another element type.
 
 Complex numbers are taken apart and bools widened first: XLA's bitcast refuses both.
 """

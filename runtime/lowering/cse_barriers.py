@@ -1,4 +1,4 @@
-"""Repetitions that are meant: in come a program's calls in order, out go those that XLA must not merge with others.
+"""CSE barriers: finds the calls of a program that repeat others on purpose and must not be merged with them.
 
 A sharded parameter that backward gathers again is gathered again to save the memory between. Merged with forward's
 gather it would be kept; begun too early it would be there too soon. So it waits for the newest result before it.

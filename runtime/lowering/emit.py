@@ -1,4 +1,4 @@
-"""Lowering: in comes a recorded `Program`, out goes the StableHLO module that computes it.
+"""Lowers a recorded `Program` to the StableHLO module that computes it.
 
 Its text is a function of the program, the platform and the lowerings alone: no ids, addresses or locations.
 """

@@ -1,4 +1,4 @@
-"""Fingerprints: in come functions and modules as they are loaded, out go hashes of what they compute.
+"""Fingerprints: hashes of what loaded functions and modules compute.
 
 Bytecode, constants and tables count; comments, lines and files do not. What is loaded is looked at, not its source,
 which somebody may be editing.

@@ -1,4 +1,4 @@
-"""Fragments: in come recorded ops, out go the StableHLO functions that compute them, from memory, the store or a trace.
+"""Fragments: the StableHLO functions of ops, from memory, from the store, or by tracing.
 
 A fragment is found by what decides its text: the op's name, the types of its array arguments, the values of the
 others, the recorded results, the platform and, for an op that multiplies, the precision.

@@ -1,4 +1,4 @@
-"""StableHLO as text: in come values and attributes, out go lines that `Lines` collects.
+"""StableHLO as text: collects lines of values and attributes.
 
 Only the structural ops that views and programs need; what an ATen op computes comes from its traced fragment.
 """

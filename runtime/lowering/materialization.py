@@ -1,4 +1,4 @@
-"""Fences: in come the lowered ops of a program, out go the values that XLA is to store, not to compute again.
+"""Materialization boundaries: finds the values of a program that XLA is to store instead of recomputing.
 
 XLA:CPU fuses a producer into each of its consumers. Where values have several, what they are made of is computed
 several times, and that of those again: 150 ops on four live values run 180 times as long, and compile 60 times as

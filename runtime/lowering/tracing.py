@@ -1,4 +1,4 @@
-"""Tracing: in come recorded ops and their lowerings, out come fragments: StableHLO functions, as text.
+"""Traces the lowerings of recorded ops into fragments: StableHLO functions, as text.
 
 The lowerings become inner functions of one JAX module, because each module needs an MLIR context of its own, which
 costs more than a lowering. Its text is then taken apart into the functions of each op.

@@ -1,4 +1,4 @@
-"""Views: in comes a strided geometry over an n-d array, out go the StableHLO lines that read it or write into it.
+"""Views: the StableHLO lines that read a strided view of an n-d array, or write into it.
 
 Lines are cached as a `Snippet` per geometry; a program pastes it under names of its own.
 """

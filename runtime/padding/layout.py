@@ -1,4 +1,4 @@
-"""Layouts: in come programs of the same ops and other sizes, out goes one program of longer arrays for all of them.
+"""Padded layouts: makes one program on longer arrays out of programs with the same ops and other sizes.
 
 Every int of a program that may be a size, or follow from one, is a *slot*: the dimensions of arrays, what a view takes
 of its array, ints among the arguments. The slots of several programs of the same outline are compared: one that does

@@ -1,4 +1,4 @@
-"""Clusters: in comes a recorded program, out go parts of it of which those that repeat are one program.
+"""Clusters: divides a recorded program into parts of which those that repeat are one program.
 
 The layers of a network, forward, backward and in the optimizer, and the steps of an unrolled recurrence are compiled
 once this way. Whether it pays is judged from the ops and the constants of the platform alone.

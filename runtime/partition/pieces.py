@@ -1,4 +1,4 @@
-"""Pieces: in comes a recorded program, out go parts of one to four ops, divided by what the ops are and nothing else.
+"""Pieces: divides a recorded program into parts of one to four ops, by what the ops are and nothing else.
 
 A stream is cut where an op's hash is the largest of the next four. Equal stretches of different streams, at any place
 of them, are so divided alike, and a piece does not know where it stood: where a view begins is a run-time number, lists

@@ -1,5 +1,5 @@
-"""Stages of unequal programs: in come this rank's program and what the others say of theirs, out go parts that all
-ranks launch together and, between them, parts that each rank has to itself.
+"""Stages of unequal programs: divides this rank's program into parts that all ranks launch together and, between them,
+parts that each rank has to itself.
 
 Ranks whose shards are unequal record the same collectives and mostly the same ops, between others of their own shapes:
 what fills a padded buffer, what the optimizer does. An op that all ranks have is common; common and own ops take turns,

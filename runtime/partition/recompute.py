@@ -1,4 +1,4 @@
-"""Recomputing: in comes a program, out goes one that holds fewer bytes at a time, for it makes some values again.
+"""Recomputation: makes a program hold fewer bytes at a time by computing some values again.
 
 Values are dropped greedily: the largest, longest unread and cheapest to make again first. Ops are functions of their
 arguments, random ones of their recorded seed too, so a value made again has the same bits.

@@ -1,4 +1,4 @@
-"""Repeats: in comes a sequence of integers, out go the runs in it that say the same thing several times over.
+"""Repeats: finds the runs in a sequence of integers that say the same thing several times over.
 
 A run is a piece that follows itself: in `x a b c a b c a y` three letters are repeated from the second place on.
 """

@@ -1,4 +1,4 @@
-"""Parts: in comes a program, out go smaller programs that, run in order, compute the same.
+"""Splits a program into smaller programs that, run in order, compute the same.
 
 A part's text does not know where in the whole it stood: values and run-time numbers are counted anew in each.
 """

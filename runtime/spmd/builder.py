@@ -1,4 +1,4 @@
-"""Building SPMD regions: in comes a program with collectives, out goes what a plan is given for it."""
+"""Builds what a plan launches for a program with collectives."""
 
 from __future__ import annotations
 

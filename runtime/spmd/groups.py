@@ -1,4 +1,4 @@
-"""Regions with collectives of several groups: in comes such a region, out go launches with the ranks of one group each.
+"""Regions with collectives of several groups: divides them into launches with the ranks of one group each.
 
 A piece begins with the first collective that is left and takes all others of its group, and all ops, that do not wait
 for what is left out. A rank waits for others only at the first collective that it has left, so ranks that agree and

@@ -1,4 +1,4 @@
-"""Host calls: in comes a launched region of one op that runs on the host, out go the arrays of its results.
+"""Host calls: runs a region of one op on the host, and returns the arrays of its results.
 
 A host call takes its turn in the launch order, as a program does: after the regions that make its arguments, before
 those that use its result.

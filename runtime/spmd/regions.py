@@ -1,5 +1,5 @@
-"""SPMD regions: in comes a region with collectives, out go launches that all ranks make together, or, where they are
-not all about to make the same ones, its parts in turn: the ops between collectives, and each collective alone.
+"""SPMD regions: launched by all ranks together or, where they are not all about to launch the same program, in parts:
+the ops between collectives, and each collective alone.
 
 Where the ranks' programs differ in numbers these become run-time numbers; where they differ in ops, what is common is
 launched together in stages (`stages`).

@@ -1,4 +1,4 @@
-"""Bailouts: in comes an optimisation that raised, out goes a note of it; whoever tried goes on with the plain form.
+"""Bailouts: notes an optimization that raised, so that whoever tried it goes on with the plain form.
 
     grown = None
     with bailouts.attempt("room", program.line):

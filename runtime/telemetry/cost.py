@@ -1,4 +1,4 @@
-"""What a TPU program costs by its compiler's account: in comes a compiled executable, out go its numbers.
+"""What a TPU program costs, by its compiler's account.
 
 XLA's own totals count a loop's body once, and its estimate in seconds can be negative: cycles are summed here,
 instruction by instruction, loops by their trip counts.

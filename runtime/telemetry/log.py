@@ -1,4 +1,4 @@
-"""Log lines: in comes a line, out it goes to stderr, whole."""
+"""Writes whole log lines to stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers: in come the engine's steps as they happen, out goes nothing; explain listens."""
+"""Observers: told of the engine's steps as they happen; explain is one."""
 
 from __future__ import annotations
 

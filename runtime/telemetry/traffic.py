@@ -1,4 +1,4 @@
-"""What the devices of a job send each other: in comes a compiled TPU module's text, out go its collectives by estimate.
+"""Estimates what the devices of a job send each other, from a compiled TPU module's text.
 
 A collective that runs beside other work is exposed only where it takes longer than that. The compiler gives no cycles
 for most of them, so what a device receives is charged at the published bandwidth of its links, which the topology of a

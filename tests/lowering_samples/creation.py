@@ -1,4 +1,4 @@
-"""Samples for ranges, fills and triangles: in comes a dtype, out come calls on CPU tensors."""
+"""Samples for ranges, fills and triangles."""
 
 from __future__ import annotations
 

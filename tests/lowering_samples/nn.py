@@ -1,4 +1,4 @@
-"""Calls of network ops that no OpInfo reaches: in comes a dtype, out go (label, call) pairs to check."""
+"""Samples for network ops that no OpInfo reaches."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Samples for fused optimizers, gradient scaling and list ops: in comes a dtype, out come calls on CPU tensors."""
+"""Samples for fused optimizers, gradient scaling and list ops."""
 
 from __future__ import annotations
 

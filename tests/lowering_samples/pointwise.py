@@ -1,4 +1,4 @@
-"""Samples for the elementwise ops that no OpInfo reaches: in comes a dtype, out come calls on CPU tensors."""
+"""Samples for the elementwise ops that no OpInfo reaches."""
 
 from __future__ import annotations
 

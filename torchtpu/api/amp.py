@@ -1,4 +1,4 @@
-"""`torch.tpu.amp`: in comes nothing, out come torch.amp's classes with the device filled in."""
+"""`torch.tpu.amp`: torch.amp's classes with the device filled in."""
 
 from __future__ import annotations
 

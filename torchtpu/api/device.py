@@ -1,4 +1,4 @@
-"""The module `torch.tpu`: in come the calls scripts make on torch.cuda, out go answers about the tpu devices."""
+"""The module `torch.tpu`: what scripts call on torch.cuda, for tpu devices."""
 
 from __future__ import annotations
 

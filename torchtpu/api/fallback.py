@@ -1,4 +1,4 @@
-"""Ops that run on the CPU: in comes one report per call, out go counts, and a warning per op or an error."""
+"""Counts the ops that run on the CPU, and warns once per op or raises."""
 
 from __future__ import annotations
 

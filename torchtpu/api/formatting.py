@@ -1,4 +1,4 @@
-"""Printing: in come tpu tensors, out comes the text torch prints for a CUDA tensor, made from one copy on the host.
+"""Prints tpu tensors as torch prints CUDA tensors, from one copy on the host.
 
 torch's own formatter adds `device='tpu:0'`, dtype, grad_fn and the like; only the numbers come from here. Formatting
 them on the device would record dozens of ops. Of a large tensor, only the part that is printed is copied.

@@ -1,4 +1,4 @@
-"""Exchange with other libraries: in come tpu tensors and DLPack producers, out go capsules and tensors.
+"""Exchanges tensors with other libraries, by DLPack and copies on the host.
 
 Other libraries see a tpu tensor's value through DLPack as a host array of its own: their writes never reach the tensor.
 PyTorch itself (`torch.from_dlpack(tpu_tensor)`) shares the storage, as on every device.

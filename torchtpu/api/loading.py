@@ -1,4 +1,4 @@
-"""Waiting for programs: in comes a manifest or nothing, out comes the number of programs that are loaded."""
+"""Waits for programs to be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torch.tpu`'s memory functions: in come devices, out come byte counts of the buffers that are alive.
+"""`torch.tpu`'s memory functions: byte counts of the buffers that are alive.
 
 Buffers are counted from the moment they are promised, so a count covers work that is recorded but has not run.
 Nothing is cached: reserved and allocated bytes are the same number.

@@ -1,4 +1,4 @@
-"""`torch.tpu.nvtx`: in come the calls of torch.cuda.nvtx, out go named ranges of the profiler's trace."""
+"""`torch.tpu.nvtx`: named ranges of the profiler's trace, with the calls of torch.cuda.nvtx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading without waiting: in comes a tensor, out comes a future of its values on the host."""
+"""Reads tensors without waiting."""
 
 from __future__ import annotations
 

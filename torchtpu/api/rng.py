@@ -1,4 +1,4 @@
-"""`torch.tpu`'s random number functions: in come seeds and states, out go the default generators of the devices.
+"""`torch.tpu`'s random number functions: seeds, states and the devices' default generators.
 
 A state is 16 bytes: the seed and the offset of the next draw, both int64.
 """

@@ -1,4 +1,4 @@
-"""Copies of tensors in other processes: in come tpu tensors sent through torch.multiprocessing, out come tpu tensors.
+"""Sends tpu tensors to other processes through torch.multiprocessing, as copies.
 
 torch.save, torch.load, pickle and copy need nothing from here: torch tags our storages "tpu:0" and moves bytes through
 the device's own copies. A tensor sent to another process travels by value, for tpu memory is not shared; what shares a

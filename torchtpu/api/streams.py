@@ -1,4 +1,4 @@
-"""`torch.tpu.Stream` and `Event`: in come the calls scripts make on CUDA's, out go ordered tokens.
+"""`torch.tpu.Stream` and `Event`: CUDA's calls, as tokens in the order of launches.
 
 Ops run in program order whatever the stream, so waiting for another stream's work is never needed and never blocks.
 An event made with `enable_timing=True` reads the clock when the device reaches the place where it was recorded.

@@ -1,4 +1,4 @@
-"""The command line: in come a subcommand and its arguments, out goes its exit status.
+"""The command line: runs a subcommand and exits with its status.
 
 0: done; 1: what was asked for failed in part or in whole; 2: the command line is wrong; `run` and `warm` pass on the
 status of the user's own command.

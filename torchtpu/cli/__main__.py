@@ -1,4 +1,4 @@
-"""`python -m torchtpu.cli`: in come the command line's words, out goes its exit status."""
+"""`python -m torchtpu.cli`: the command line."""
 
 from torchtpu.cli import main
 

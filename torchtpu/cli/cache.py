@@ -1,4 +1,4 @@
-"""`torchtpu cache`: in come the cache's directory and a question, out goes what lies in it."""
+"""`torchtpu cache`: shows what lies in the cache, and moves it."""
 
 from __future__ import annotations
 

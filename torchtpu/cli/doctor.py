@@ -1,4 +1,4 @@
-"""`torchtpu doctor`: in comes this machine, out goes what torchtpu finds on it, and the remedy for each fault."""
+"""`torchtpu doctor`: examines this machine, and names the remedy for each fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torchtpu explain`: in comes a command, out come its run and a report of what the device did and why."""
+"""`torchtpu explain`: runs a command and reports what the device did and why."""
 
 from __future__ import annotations
 

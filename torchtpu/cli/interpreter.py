@@ -1,4 +1,4 @@
-"""The Python that a command will run: in come the command's words, out goes an error where it has no torchtpu."""
+"""Refuses a command whose Python has no torchtpu."""
 
 from __future__ import annotations
 

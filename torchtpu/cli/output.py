@@ -1,4 +1,4 @@
-"""What the commands print: in come facts, out go tables for people or one JSON document for programs."""
+"""What the commands print: tables for people, or one JSON document for programs."""
 
 from __future__ import annotations
 

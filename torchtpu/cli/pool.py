@@ -1,4 +1,4 @@
-"""Worker processes: in come recorded programs, out comes what became of each, as it becomes known.
+"""Worker processes that compile recorded programs, and tell what became of each.
 
 A compiler that crashes takes its process along and no other: the program counts as failed and a new process goes on.
 """

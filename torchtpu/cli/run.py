@@ -1,4 +1,4 @@
-"""`torchtpu run`: in comes a script written for CUDA, out come its run on tpu and a list of what was mapped."""
+"""`torchtpu run`: runs a script written for CUDA on tpu, and lists what was mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torchtpu warm`: in comes the user's own command, or a manifest, out come its programs, compiled and in the cache."""
+"""`torchtpu warm`: compiles the programs of the user's own command, or of a manifest, into the cache."""
 
 from __future__ import annotations
 

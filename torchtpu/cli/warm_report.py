@@ -1,4 +1,4 @@
-"""What a warming has seen: in come journals, manifests and workers' answers, out go the report's numbers and tables."""
+"""The report of `torchtpu warm`: its numbers and tables, from journals, manifests and workers' answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that compiles: in come recorded programs, a line of JSON each, out goes a line about each, in order.
+"""A process that compiles recorded programs, one for each line of JSON, and answers with a line about each.
 
 python -m torchtpu.cli.worker [TARGET], a TPU with its topology, or nothing for this machine's own platform.
 """

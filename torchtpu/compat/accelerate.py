@@ -1,4 +1,4 @@
-"""accelerate on tpu devices: in come modules that ask for each vendor's device in turn, out go ones that find tpu.
+"""Makes accelerate find tpu where it asks for each vendor's device in turn.
 
 Several processes are its MULTI_GPU, the one of its kinds that stands for one device a process and PyTorch's own DDP
 and FSDP. Each function names the part of accelerate that it stands in for.

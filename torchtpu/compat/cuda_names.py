@@ -1,4 +1,4 @@
-"""CUDA's names for tpu: in comes a process about to run a script written for CUDA, out goes one that means tpu by them.
+"""Makes CUDA's names mean tpu in a process that runs a script written for CUDA.
 
 Every 'cuda' string, `torch.cuda` call and `.cuda()` is mapped and counted.
 

@@ -1,4 +1,4 @@
-"""What torch.nn.DataParallel is made of: in come the copies that PyTorch builds for CUDA only, out go those of tpu.
+"""What torch.nn.DataParallel is made of, for tpu: the copies that PyTorch builds for CUDA only.
 
 `torch.nn.parallel.comm` looks these functions up in `torch._C`, where a build without CUDA has none.
 """

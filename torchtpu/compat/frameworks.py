@@ -1,4 +1,4 @@
-"""The libraries that were tested on the device: in comes an installed version, out goes whether it was among them."""
+"""The libraries and versions that were tested on the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Changes to other libraries as they are imported: in comes a module as its own code left it, out goes one that knows
-the device.
+"""Changes other libraries as they are imported, so that they know the device.
 
 Nothing is imported that the user's program does not import. A library that has moved on keeps its own behaviour: what
 raises while it is changed is a warning.

@@ -1,4 +1,4 @@
-"""Lightning on tpu devices: in come its Trainer and Fabric, out go ones whose accelerators "auto" and "tpu" are these.
+"""Makes Lightning's accelerators "auto" and "tpu" these devices.
 
 Lightning keeps accelerators in a registry, where "tpu" asks for torch_xla, and names the strategies, precisions and log
 lines that belong to an accelerator in its connectors. Each function names the part of Lightning that it stands in for.

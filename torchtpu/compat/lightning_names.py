@@ -1,4 +1,4 @@
-"""Lightning's CUDA accelerator under `torchtpu run`: in comes its class, out goes one that takes tpu devices.
+"""Makes Lightning's CUDA accelerator take tpu devices under `torchtpu run`.
 
 Lightning asks a device for its type, which stays "tpu" here; everything else it does goes through torch.cuda's names.
 """

@@ -1,4 +1,4 @@
-"""safetensors' `device=`: in comes "tpu", out goes the number that its Rust code hands to PyTorch unread.
+"""Makes safetensors' `device=` accept "tpu", as the number that its Rust code hands to PyTorch unread.
 
 Stands in for the names of devices in safetensors' `bindings/python/src/lib.rs`.
 """

@@ -1,4 +1,4 @@
-"""transformers on tpu devices: in come the places that do not ask for a tpu though the library knows one.
+"""Makes transformers find tpu in the places that do not ask for one though the library knows it.
 
 Each function names the part of transformers that it stands in for.
 """

@@ -1,5 +1,5 @@
-"""torch.compiler's portable cache: in come `save_cache_artifacts` and `load_cache_artifacts`, out go this process's
-programs, and into the cache they come.
+"""torch.compiler's portable cache: `save_cache_artifacts` holds this process's programs, and `load_cache_artifacts`
+puts them into the cache.
 
 The programs are those of the whole process: compiled graphs share them with eager code.
 """

@@ -1,4 +1,4 @@
-"""torch.compile: in come dynamo's graphs, out go callables that record them.
+"""The torch.compile backend: turns dynamo's graphs into callables that record them.
 
 A graph with tpu tensors goes through AOTAutograd and is recorded as its ops (`graphs.py`), so that it joins the pending
 region like any other op: forward, backward and optimizer become one program. All other graphs go to inductor untouched.

@@ -1,4 +1,4 @@
-"""FlexAttention: in come PyTorch's higher-order ops with their score and mask functions, out go recorded ops.
+"""FlexAttention: records PyTorch's higher-order ops with their score and mask functions.
 
 The functions are traced for 0-dim values and become text, an argument of the op like others, so that programs with them
 are cached and shared as all are. What a text cannot say runs in PyTorch's dense form.

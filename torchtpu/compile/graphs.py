@@ -1,4 +1,4 @@
-"""Traced graphs: in comes a graph of ATen ops, out goes a callable that records them, without Python per op.
+"""Turns a traced graph of ATen ops into a callable that records them, without Python per op.
 
 The ops are those that eager mode would record, so views, writes, random numbers, fallbacks and errors are eager's, and
 the graph's programs are found in the same trie and the same cache.

@@ -1,4 +1,4 @@
-"""Finding wrong numbers: in comes a program, out comes the op and the line where they first appear."""
+"""Finds the op and the line where wrong numbers first appear."""
 
 from __future__ import annotations
 

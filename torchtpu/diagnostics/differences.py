@@ -1,4 +1,4 @@
-"""Recompilations: in come two programs, out comes the first thing that differs, and what to do about it."""
+"""Finds the first thing in which two programs differ, and what to do about it."""
 
 from __future__ import annotations
 

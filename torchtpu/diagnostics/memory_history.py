@@ -1,4 +1,4 @@
-"""Who holds the memory: in comes what the engine makes while history is recorded, out go PyTorch's memory snapshots.
+"""Records who holds the memory, as PyTorch's memory snapshots.
 
 Their form is that of torch.cuda.memory._snapshot(), which PyTorch's memory_viz page reads. Addresses stand for buffers:
 each has its own range, never used again. Nothing is noted where history is not recorded.

@@ -1,4 +1,4 @@
-"""torch.profiler and its like: in come profiled blocks, out go Chrome traces with rows of what the device did.
+"""torch.profiler and its like: Chrome traces with rows of what the device did.
 
 Regions, collectives, builds, launches and the reads that waited stand beside PyTorch's own rows, with the user's lines.
 """

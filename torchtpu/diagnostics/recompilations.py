@@ -1,4 +1,4 @@
-"""Recompilations: in comes each program as it is planned, out go counts of what made it differ from one before.
+"""Counts what made each program differ from one before.
 
 Always on: it costs a comparison per program that is new, and nothing per launch.
 """

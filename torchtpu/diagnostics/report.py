@@ -1,4 +1,4 @@
-"""The report: in comes what a listener noted, out goes one dict of plain values, and its text."""
+"""The report of what a listener noted: one dict of plain values, and its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listening: in come the engine's steps while a block runs, out comes an `Explanation` of them.
+"""Listens to the engine's steps while a block runs, and makes an `Explanation` of them.
 
 Nothing listens outside of a block, and the recorder's hit path never knows.
 """

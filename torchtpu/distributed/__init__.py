@@ -1,4 +1,4 @@
-"""torch.distributed on the device: in come process groups, out go recorded collectives.
+"""torch.distributed on the device: process groups whose collectives are recorded.
 
 Data passes group (what c10d calls) → calls (recorded, then run in the launch order) → lowering (a part of programs
 that all ranks launch together) or gloo (through the hosts); process group makes the ranks one client; peers says what

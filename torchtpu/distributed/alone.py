@@ -1,4 +1,4 @@
-"""A job of which one rank is there: in come the ways in which ranks meet, out goes one that meets nobody.
+"""A job of which one rank is there, and meets nobody.
 
 `torchtpu warm --world-size` records a rank's programs so: they depend on the number of ranks, not on what others send.
 """

@@ -1,6 +1,5 @@
-"""Attention of sharded tensors: in come PyTorch's DTensor and its context parallel as they are imported, out go both
-with this device's attention op, which they know no more of than of any other but CUDA's.
-"""
+"""Attention of sharded tensors: teaches PyTorch's DTensor and context parallel this device's attention op, as they know
+CUDA's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded collectives: in come a tensor and what is to be done with it among the ranks, out goes a recorded result.
+"""Records collectives as ops.
 
 A collective is a functional op of the device and runs in the launch order: the thread that records it does not wait.
 What the op carries is a ticket, the number under which its call is found when it runs. A collective that programs have

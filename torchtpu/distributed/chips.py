@@ -1,4 +1,4 @@
-"""Which chip a rank has: in come torchrun's environment and the slice's metadata, out goes libtpu's environment.
+"""Which chip a rank has: libtpu's environment, from torchrun's environment and the slice's metadata.
 
 One process per chip. libtpu reads these variables when it is loaded, and numbers processes as torchrun numbers ranks.
 """

@@ -1,4 +1,4 @@
-"""The flight recorder: in come this process's calls, out goes a file that PyTorch's `flight_recorder` tool reads.
+"""The flight recorder: writes this process's calls to a file that PyTorch's `flight_recorder` tool reads.
 
 The file is written when a collective has failed here or on another rank, where TORCH_FR_DUMP_TEMP_FILE says where;
 TORCH_FR_BUFFER_SIZE is the number of calls that are kept.

@@ -1,4 +1,4 @@
-"""The transport between host memories: in come contiguous CPU tensors, out go those of the collective's results.
+"""The transport between host memories: runs collectives on contiguous CPU tensors.
 
 Every function waits for the other ranks and is called in one order by one thread; send alone does not wait.
 """

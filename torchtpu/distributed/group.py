@@ -1,4 +1,4 @@
-"""A process group on the device: in come the calls of c10d, out go recorded collectives and copies of their results.
+"""A process group on the device: turns c10d's calls into recorded collectives and copies of their results.
 
 The C++ backend calls the methods by name. Tensors of the CPU go to a gloo group of their own at once.
 Arithmetic that no transport knows (averages, factors, dtypes) is recorded on the device around the collective.

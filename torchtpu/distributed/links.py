@@ -1,4 +1,4 @@
-"""Connections between the ranks of a group: in come notices for all of them, out come theirs, and who has ended.
+"""Connections between the ranks of a group, for notices, and for noticing who has ended.
 
 A rank is connected with those whose distance in the ring is a power of two, and passes on what it hears for the first
 time: all hear of it in log2(size) steps, as long as the ranks that are left are connected. A connection that breaks

@@ -1,4 +1,4 @@
-"""Collectives as StableHLO: in come an array and the number of ranks, out goes what the collective leaves on each.
+"""Collectives as StableHLO: what each leaves on every rank.
 
 A program with collectives has one replica per rank of its group, in the group's order.
 """

@@ -1,4 +1,4 @@
-"""What ranks tell each other about their calls: in come a call and its failure, out goes an error that names ranks.
+"""What ranks tell each other about their calls, and errors that name ranks.
 
 A rank whose collective fails asks the others, each of which answers with what it is doing; a rank that ends is noticed
 by its connections. Whoever waits for a rank that will not come stops waiting.

@@ -1,4 +1,4 @@
-"""The ranks as one client: in comes the store of the first group, out go the devices that programs may span."""
+"""The ranks as one client: the devices that programs may span, from the store of the first group."""
 
 from __future__ import annotations
 

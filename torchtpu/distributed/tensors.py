@@ -1,4 +1,4 @@
-"""What collectives ask of tensors: in come tensors and ops as c10d gives them, out go those that a transport takes."""
+"""Turns tensors and ops as c10d gives them into those that a transport takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops: in come the files of this folder, out go the tables of lowerings and composed ops they register.
+"""The ops: importing the files of this folder registers their lowerings and composed ops.
 
 `load()` imports every file; none of them imports jax, so that this costs milliseconds.
 """

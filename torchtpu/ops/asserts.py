@@ -1,4 +1,4 @@
-"""Asserts on values: in comes an array that has to be nonzero, out goes a check that fails the program's reads."""
+"""Asserts on values: an array that has to be nonzero, and a check that fails the program's reads otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops composed of other ops: in come their functions, out go kernels in PyTorch's dispatcher."""
+"""Registers ops that are composed of other ops as kernels in PyTorch's dispatcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops that have to know a count before their results have a shape: in come tensors, out go tensors of that shape.
+"""Ops that have to know a count before their results have a shape.
 
 A result is a prefix of a larger buffer, laid out as if it were alone.  `count` is a number on the host, `total` the
 same number on the device: programs depend on the second alone.

@@ -1,4 +1,4 @@
-"""Ops whose results have shapes that depend on data: in come their kernels, out go counted reads.
+"""Counted reads, for ops whose results have shapes that depend on data.
 
 Such a kernel reads a count, which ends the region there, and then records ops of a size that many counts share: a loop
 whose counts change compiles a bounded number of programs for the op itself.

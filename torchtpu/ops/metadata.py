@@ -1,4 +1,4 @@
-"""Questions about tensors that no value answers: in come tensors, out come Python numbers."""
+"""Questions about tensors whose answers are Python numbers and need no value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers: in come a generator's (seed, offset) and a shape, out go numbers that depend on nothing else.
+"""Random numbers that depend on a generator's (seed, offset) and a shape, and on nothing else.
 
 A draw is keyed by a hash of its seed and its offset, so two draws of one seed are independent whatever their sizes
 and however the ops around them were cut; the recorder adds at least 1 to the offset for each op.  XLA's ThreeFry is a

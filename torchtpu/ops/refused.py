@@ -1,4 +1,4 @@
-"""Ops whose results have no storage here, sparse and quantized tensors: in come calls, out go errors in plain words."""
+"""Errors in plain words for ops whose results have no storage here, sparse and quantized tensors."""
 
 from __future__ import annotations
 

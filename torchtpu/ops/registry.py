@@ -1,4 +1,4 @@
-"""The table of lowerings: in comes an ATen op name, out goes the function that computes it with jax.numpy.
+"""The table of lowerings: from an ATen op name to the function that computes it with jax.numpy.
 
 Nothing here or in an op file imports jax when the file is imported: `jax`, `jnp` and `lax` are loaded at first use,
 so that `import torch` stays fast and DataLoader workers never start an XLA client.

@@ -1,4 +1,4 @@
-// The c10d backend: in come torch.distributed's calls, out go calls of a Python object's methods of the same names.
+// The c10d backend: passes torch.distributed's calls to a Python object's methods of the same names.
 
 #include "bind/process_group.h"
 

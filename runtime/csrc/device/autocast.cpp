@@ -1,4 +1,4 @@
-// In: ops called under torch.autocast("tpu"). Out: the same ops with their inputs cast as CUDA's autocast casts them.
+// Autocast for tpu: casts the inputs of ops as CUDA's autocast does.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 

@@ -1,5 +1,4 @@
-// Ops whose route is decided above the device: in come calls with their autograd state, out goes the path that serves
-// it.
+// Ops whose route is decided above the device, by the autograd state of the call.
 
 #include <ATen/Context.h>
 #include <ATen/SDPBackend.h>

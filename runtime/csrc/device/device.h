@@ -1,5 +1,5 @@
-// In: device indices, seeds and pinned allocations from PyTorch. Out: what makes PrivateUse1 a device: the guard with
-// its streams and events, the hooks, the random number generators, and the numbers (seed, offset) an op draws from.
+// What makes PrivateUse1 a device: the guard with its streams and events, the hooks, pinned memory, the random number
+// generators, and the numbers (seed, offset) that an op draws from.
 #pragma once
 
 #include <ATen/core/Generator.h>

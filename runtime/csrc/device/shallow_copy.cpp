@@ -1,6 +1,6 @@
-// In: `tensor.data = other` and Module.to between a tpu tensor and another one. Out: whether the tensor may take over
-// the other's storage and geometry in place: yes between dense strided tensors, as between CPU and CUDA, so that
-// `.to("tpu")` keeps tied weights tied and an optimizer built before it valid.
+// Whether `tensor.data = other` and Module.to may take over storage and geometry in place: yes between dense strided
+// tensors, as between CPU and CUDA, so that `.to("tpu")` keeps tied weights tied and an optimizer built before it
+// valid.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 

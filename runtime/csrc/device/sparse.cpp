@@ -1,4 +1,4 @@
-// In: ops on sparse and strided nested tensors of this device. Out: an error in plain words, for it has none.
+// Errors in plain words for ops on sparse and strided nested tensors, which this device does not have.
 #include <torch/library.h>
 
 namespace {

@@ -1,4 +1,4 @@
-// Storages and buffers: in come sizes, strides and host bytes, out go tensors whose storage holds a versioned value.
+// Storages and buffers: a tensor's storage holds a versioned value.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// What became of a launch: in come the engine's arrays and errors, out go buffers that are ready or have failed.
+// Turns the engine's arrays and errors after a launch into buffers that are ready or have failed.
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>

@@ -118,8 +118,8 @@ class WaitReports {
   double next_ = kReportEverySeconds;
 };
 
-// Waits for `ready` under queue->mutex, GIL released, or for a signal, whose handler may raise; a long wait reports what
-// `describe` says.
+// Waits for `ready` under queue->mutex, GIL released, or for a signal, whose handler may raise; a long wait reports
+// what `describe` says.
 template <class Ready, class Describe>
 void wait_until(Ready&& ready, Describe&& describe, OnSignal on_signal = OnSignal::kRaise) {
   auto start = Clock::now();

@@ -1,4 +1,4 @@
-// The launch queue: in come cut regions, out go calls of the engine in program order, and waiting readers.
+// The launch queue: hands cut regions to the engine in program order, and lets readers wait.
 #pragma once
 
 #include <ATen/EmptyTensor.h>

@@ -1,4 +1,4 @@
-// Reading is eager: in comes a tensor, out comes a host tensor with its values, or the error that kept them from being.
+// Reads a tensor's values to the host, or raises the error that kept them from being computed.
 
 #include "launch/read.h"
 

@@ -1,4 +1,4 @@
-// Reading: in comes a tensor, out goes a host tensor with its values.
+// Reading a tensor's values to the host.
 #pragma once
 
 #include "record/recorder.h"

@@ -1,5 +1,5 @@
-// Calls that the hit path does not know: in come arguments as the user gave them, out go ones that a node can match, or
-// the same call in parts that can.
+// Calls that the hit path does not know: brings their arguments into a form that a node can match, or divides the call
+// into parts that can.
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/_conj_physical.h>

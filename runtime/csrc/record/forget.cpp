@@ -1,4 +1,4 @@
-// What the trie forgets: in come the places where regions ended, out go the op streams that ended longest ago.
+// Evicts the op streams that ended longest ago from the trie.
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-// Shape inference for a call seen for the first time: in come its arguments, out go its results as meta tensors.
+// Shape inference for a call seen for the first time.
 #pragma once
 
 #include <memory>

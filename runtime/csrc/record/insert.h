@@ -1,4 +1,4 @@
-// New nodes: in come an op call and what PyTorch infers of it, out goes the trie with a node for it.
+// Adds a node for an op call, with what PyTorch infers of it, to the trie.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// What the recorder needs to know of an op: in come its schema and its row of the table of lowerings.
+// What the recorder needs to know of an op, from its schema and its row of the table of lowerings.
 
 #include <ATen/core/jit_type.h>
 

@@ -1,4 +1,4 @@
-// Recording and cutting: in come op calls, out go regions on the launch queue.
+// Records op calls, and puts cut regions on the launch queue.
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>

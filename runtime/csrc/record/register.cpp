@@ -1,4 +1,4 @@
-// The table of lowerings becomes kernels: in come op names with their facts, out go boxed kernels in the dispatcher.
+// Registers a boxed kernel in the dispatcher for each op of the table of lowerings.
 
 #include <torch/library.h>
 

@@ -1,4 +1,4 @@
-// The trie of op streams seen before: in comes one op call, out goes the node it matches or a new one.
+// The trie of op streams seen before: finds the node that an op call matches, or makes a new one.
 #pragma once
 
 #include <ATen/Context.h>

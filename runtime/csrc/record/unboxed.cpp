@@ -1,6 +1,6 @@
-// Kernels with C++ arguments for the signatures that hot ops have: in comes a RecordKernel, out goes the same kernel
-// without a boxed stack.  A boxed call counts every tensor up and down, which takes the GIL where only a Python object
-// held it, and that costs more than recording.
+// Kernels with C++ arguments for the signatures that hot ops have: the same kernel without a boxed stack.  A boxed call
+// counts every tensor up and down, which takes the GIL where only a Python object held it, and that costs more than
+// recording.
 
 #include "record/unboxed.h"
 

@@ -1,4 +1,4 @@
-// Calls with C++ arguments: in come references, out go a recorded op's results, with no boxed stack on the hit path.
+// Records calls with C++ arguments, without a boxed stack on the hit path.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,4 +1,4 @@
-// Where a region ends: in comes a recorder with its pending region, out goes a launch of the plan that fits it.
+// Ends a recorder's pending region, and finds the plan that launches it.
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/python_headers.h>

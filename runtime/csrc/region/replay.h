@@ -1,4 +1,4 @@
-// Compiled graphs: in come the ops of a traced graph, once, and its inputs, per call; out go recorded ops.
+// Compiled graphs: records the ops of a traced graph for the inputs of each call.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

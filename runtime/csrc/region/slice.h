@@ -1,4 +1,4 @@
-// Reads in the middle of a region: in comes a pending value, out goes a buffer with it, and the region goes on.
+// Reads in the middle of a region: computes one pending value while the region continues.
 #pragma once
 
 #include "record/recorder.h"

@@ -1,5 +1,5 @@
-// Regions that end elsewhere than where they are cut: in comes a pending region, out go works for its first parts, and
-// the ops after them as the pending region, recorded again from the root of the trie.
+// Ends a pending region elsewhere than where it is cut: makes works of its first parts, and records the ops after them
+// again from the root of the trie.
 
 #include "region/split.h"
 

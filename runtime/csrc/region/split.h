@@ -1,4 +1,4 @@
-// Recording again: in come ops of a pending region, out come the nodes that stand for them from the root of the trie.
+// Records ops of a pending region again, from the root of the trie.
 #pragma once
 
 #include "record/recorder.h"

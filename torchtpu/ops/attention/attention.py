@@ -1,4 +1,4 @@
-"""Scaled dot product attention as one op: in come queries, keys, values and a bias, out go the output and gradients.
+"""Scaled dot product attention as one op, forward and backward.
 
 The probabilities are made again in the backward pass from the saved log-sum-exp, and so is the dropout mask from the
 saved (seed, offset): a kernel that never stores them can take this place.  With grouped queries the heads that share a

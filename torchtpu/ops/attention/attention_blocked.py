@@ -1,4 +1,4 @@
-"""Attention by blocks of query rows: in comes what attention.py takes, out comes the same without all scores at once.
+"""Attention by blocks of query rows, without all scores at once.
 
 A block sees every key, so its softmax is whole, and its numbers are those of the composite form. Dropout draws for each
 block by itself.

@@ -1,4 +1,4 @@
-"""FlexAttention: in come queries, keys, values and two functions as text (`flex_mods.py`), out go output and gradients.
+"""FlexAttention: attention with score and mask functions given as text (`flex_mods.py`), forward and backward.
 
 The scores are computed by tiles and never stored together: a row of tiles keeps the largest score and the sum of each
 of its rows, as flash attention does. Tiles that the block mask leaves out are skipped. The numbers are those of

@@ -1,4 +1,4 @@
-"""Score and mask functions of FlexAttention: in comes a traced function as text, out goes one on whole tiles of scores.
+"""Turns traced score and mask functions of FlexAttention into functions of whole tiles of scores.
 
 The text is JSON: `steps`, each an op's name, its positional arguments, its others and its results, and `outputs`.
 A value is {"value": n}, counted through the function's inputs and then the results of the steps.

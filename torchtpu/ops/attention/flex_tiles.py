@@ -1,4 +1,4 @@
-"""Tiles of FlexAttention: in come its arguments' shapes and the block mask, out go the rows and columns of each tile.
+"""Tiles of FlexAttention: the rows and columns of each, from the shapes and the block mask.
 
 Rows and columns that fill up the last tiles repeat the last one of the array: functions of scores and indices see there
 what they see elsewhere.

@@ -1,4 +1,4 @@
-"""Determinants: in come (batches of) square tensors, out go their determinants and the factors that backward uses."""
+"""Determinants of (batches of) square tensors, and the factors that backward uses."""
 
 from __future__ import annotations
 

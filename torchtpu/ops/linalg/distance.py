@@ -1,4 +1,4 @@
-"""Pairwise distances and trilinear products: in come rows of vectors, out go their p-norm distances or gradients."""
+"""Pairwise p-norm distances between rows of vectors, trilinear products, and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eigenvalues of general matrices: in come (batches of) square arrays, out go complex eigenvalues and eigenvectors.
+"""Eigenvalues and eigenvectors of (batches of) general square arrays.
 
 XLA has no algorithm of its own for them: platform cpu calls LAPACK, elsewhere the op runs on the CPU.
 """

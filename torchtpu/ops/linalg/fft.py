@@ -1,4 +1,4 @@
-"""Fourier transforms: in come arrays and the dimensions to transform, out go their spectra, scaled as PyTorch asks."""
+"""Fourier transforms, scaled as PyTorch asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of groups of rows: in come the groups' ends, out goes each group's product, without a read of the ends."""
+"""Products of groups of rows, without a read of where the groups end."""
 
 from __future__ import annotations
 

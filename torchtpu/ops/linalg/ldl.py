@@ -1,4 +1,4 @@
-"""Symmetric indefinite factorizations: in come (batches of) matrices, out go A = L D Lᵀ with LAPACK's pivoting.
+"""Symmetric indefinite factorizations A = L D Lᵀ of (batches of) matrices, with LAPACK's pivoting.
 
 D has blocks of one and two rows.  `pivots` counts from 1; a pair of equal negative numbers stands for a block of two.
 """

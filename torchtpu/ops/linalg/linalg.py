@@ -1,4 +1,4 @@
-"""Linear algebra: in come (batches of) matrices, out go their factorizations, inverses, determinants and solutions.
+"""Factorizations, inverses, determinants and solutions of (batches of) matrices.
 
 On the CPU platform XLA calls LAPACK, on TPU its own expansions; `info` outputs follow LAPACK's counting.
 """

@@ -1,4 +1,4 @@
-"""Matrix products: in come arrays of two or more dimensions, out go their contractions, accumulated as PyTorch does."""
+"""Matrix products of arrays of two or more dimensions, accumulated as PyTorch does."""
 
 from __future__ import annotations
 

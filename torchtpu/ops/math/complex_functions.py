@@ -1,4 +1,4 @@
-"""Complex functions: in come complex arrays, out comes what C's functions make of them, infinities and NaN included.
+"""Complex functions as C's library computes them, infinities and NaN included.
 
 XLA's own are right for what is finite; what C's Annex G and PyTorch's division say of the rest is written out here.
 """

@@ -1,4 +1,4 @@
-"""Ops over lists: in come lists of arrays, out comes the list of what the single op makes of each element."""
+"""Ops over lists: the single op on each element."""
 
 from __future__ import annotations
 

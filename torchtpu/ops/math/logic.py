@@ -1,4 +1,4 @@
-"""Comparisons, logic, bits and choices: in come arrays, out comes one array of booleans, integers or picked values."""
+"""Comparisons, logic, bits and choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused optimizers, gradient scaling: in come lists of parameters, gradients and state, out come their new values."""
+"""Fused optimizers and gradient scaling, on lists of parameters, gradients and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic: in come arrays and numbers promoted as PyTorch promotes them, out comes one array.
+"""Elementwise arithmetic on arrays and numbers promoted as PyTorch promotes them.
 
 Comparisons, logic, bits and choices are in logic.py, activation functions in activation.py.
 """

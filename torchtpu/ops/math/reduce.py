@@ -1,4 +1,4 @@
-"""Reductions: in come an array and the dimensions to reduce, out go sums, norms, moments and extremes."""
+"""Reductions over dimensions: sums, norms, moments and extremes."""
 
 from __future__ import annotations
 

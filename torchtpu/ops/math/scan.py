@@ -1,4 +1,4 @@
-"""Running reductions along one dimension: in comes an array, out go its prefix sums, products and extremes."""
+"""Prefix sums, products and extremes along one dimension."""
 
 from __future__ import annotations
 

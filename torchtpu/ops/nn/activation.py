@@ -1,4 +1,4 @@
-"""Activation functions and their gradients: in come arrays promoted as PyTorch promotes them, out comes one array."""
+"""Activation functions and their gradients."""
 
 from __future__ import annotations
 

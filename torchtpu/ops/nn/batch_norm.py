@@ -1,4 +1,4 @@
-"""Batch norm, alone and across devices: in come (batch, channels, *space) and statistics, out go both, updated."""
+"""Batch norm of (batch, channels, *space), alone and across devices, with updated statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: in come log probabilities and labels, out go losses or gradients."""
+"""Connectionist temporal classification: losses and gradients from log probabilities and labels."""
 
 from __future__ import annotations
 

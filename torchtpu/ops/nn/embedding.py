@@ -1,4 +1,4 @@
-"""Embedding tables: in come weights and row numbers, out go rows, bags of rows and the gradients of the weights."""
+"""Embedding tables: rows, bags of rows, and the gradients of the weights."""
 
 from __future__ import annotations
 

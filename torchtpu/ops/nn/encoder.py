@@ -1,5 +1,5 @@
-"""The fused calls that nn.MultiheadAttention and nn.TransformerEncoder make in eval mode: in come activations and
-weights, out goes what the modules compute, in ops that have lowerings of their own."""
+"""The fused calls that nn.MultiheadAttention and nn.TransformerEncoder make in eval mode, in ops that have lowerings of
+their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses over classes: in come scores and class indices, out go losses or gradients.
+"""Losses over classes, from scores and class indices, and their gradients.
 
 `reduction` is 0 for none, 1 for the mean, 2 for the sum.
 """

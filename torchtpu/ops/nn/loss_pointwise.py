@@ -1,4 +1,4 @@
-"""Losses that compare two arrays element by element, and their gradients: in come predictions and targets."""
+"""Losses that compare predictions and targets element by element, and their gradients."""
 
 from __future__ import annotations
 

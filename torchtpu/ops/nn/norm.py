@@ -1,4 +1,4 @@
-"""Layer, group, RMS and weight norm: in come arrays and their statistics, out go normalised arrays or gradients."""
+"""Layer, group, RMS and weight norm, and their gradients."""
 
 from __future__ import annotations
 

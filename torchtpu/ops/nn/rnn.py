@@ -1,4 +1,4 @@
-"""Fused LSTM and GRU cells: in come two gate products and a state, out go the next state and what backward needs."""
+"""Fused LSTM and GRU cells: the next state, and what backward needs, from two gate products and a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax and its relatives: in come scores, out go probabilities (or their logarithms) along one dimension."""
+"""Softmax and its relatives along one dimension."""
 
 from __future__ import annotations
 

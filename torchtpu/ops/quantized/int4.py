@@ -1,4 +1,4 @@
-"""Weights of 4 bits, packed for CUDA's kernels: in come rows of nibbles, out go their tiles and products with them."""
+"""Weights of 4 bits, packed for CUDA's kernels: their tiles, and products with them."""
 
 from __future__ import annotations
 

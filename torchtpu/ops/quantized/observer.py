@@ -1,5 +1,5 @@
-"""The observer of quantization-aware training: in come a tensor and the range of those before it, out goes the tensor
-fake-quantized; the range, the scale and the zero point are brought up to date."""
+"""The observer of quantization-aware training: fake-quantizes a tensor and updates the range, the scale and the zero
+point."""
 
 from __future__ import annotations
 

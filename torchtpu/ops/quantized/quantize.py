@@ -1,4 +1,4 @@
-"""Fake quantization: in come real numbers, a scale and a zero point, out go the numbers a quantized tensor can hold."""
+"""Fake quantization: rounds real numbers to those that a quantized tensor can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `*_copy` forms of views: in comes an array, out goes what the view would show, as an array of its own."""
+"""The `*_copy` forms of views: what the view would show, as an array of its own."""
 
 from __future__ import annotations
 

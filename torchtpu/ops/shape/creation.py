@@ -1,4 +1,4 @@
-"""Tensors from nothing or from one value: in come sizes and numbers, out come ranges, fills, triangles and copies.
+"""Tensors from nothing or from one value: ranges, fills, triangles and copies.
 
 `empty` is the recorder's own; `ones`, `full`, `zeros_like` and their like are made of `empty` and a fill.
 """

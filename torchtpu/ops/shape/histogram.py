@@ -1,4 +1,4 @@
-"""Histograms with given edges: in come points and bins, out go the weight in each bin and the bins' edges."""
+"""Histograms with given edges: the weight in each bin, and the bins' edges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading and writing at indices: in come arrays and positions, out go the elements there, or the array changed.
+"""Reads and writes of arrays at indices.
 
 Every index is checked on the device (`ctx.check`): XLA clamps a read and drops a write that is out of range, and the
 op's error is raised before anybody sees such a value.

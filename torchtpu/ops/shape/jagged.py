@@ -1,4 +1,4 @@
-"""Rows of different lengths: in come rows one after the other, or padded to one length, out goes the other form."""
+"""Converts rows of different lengths between one after the other and padded to one length."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Pads: in comes an array and how many elements each side of its last dimensions grows by (negative: shrinks), out goes
-the padded array, or the gradient of the unpadded one."""
+"""Pads: each side of the last dimensions grows by a number of elements (negative: shrinks), and the gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Writing along a dimension: in come an array, an index and a source, out goes the array with the source stored,
-added or reduced into it.  Sums of bfloat16 accumulate in float32; of several stores to one place the last one wins.
-"""
+"""Stores, adds or reduces a source into an array along a dimension.  Sums of bfloat16 accumulate in float32; of several
+stores to one place the last one wins."""
 
 from __future__ import annotations
 

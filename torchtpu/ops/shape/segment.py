@@ -1,4 +1,4 @@
-"""Segment reductions: in come rows and the lengths (or offsets) of consecutive segments, out goes a row per segment."""
+"""Segment reductions: a row for each segment of consecutive rows, given by lengths or offsets."""
 
 from __future__ import annotations
 

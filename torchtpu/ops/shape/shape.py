@@ -1,4 +1,4 @@
-"""Putting arrays together and taking them apart: in come arrays, out go concatenations, flips, windows and diagonals.
+"""Puts arrays together and takes them apart: concatenations, flips, windows and diagonals.
 
 A gradient of a view is a pad with zeros, a write into a view is a select or an update of a slice: never a scatter
 where the positions are known.

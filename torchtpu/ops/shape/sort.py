@@ -1,4 +1,4 @@
-"""Order: in come arrays, out go sorted values, ranks, medians, positions in sorted sequences and histograms.
+"""Sorted values, ranks, medians, positions in sorted sequences and histograms.
 
 NaN sorts last in ascending order, as in PyTorch.  Every sort here is stable.
 """

@@ -1,4 +1,4 @@
-"""Adaptive and fractional pooling: in come (…, *space), out go arrays of a given size; windows are static."""
+"""Adaptive and fractional pooling of (…, *space) to a given size; windows are static."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions of one to three spatial dimensions: in come (batch, channels, *space), out go images or gradients.
+"""Convolutions of (batch, channels, *space) with one to three spatial dimensions, and their gradients.
 
 A transposed convolution is the gradient of a plain one, and every gradient is the linear transpose of a plain one, so
 the choice of a formulation is made in `_convolve` alone.

@@ -1,4 +1,4 @@
-"""Convolutions by the names of PyTorch's older kernels: in come images, out goes what `convolution` makes of them."""
+"""Convolutions by the names of PyTorch's older kernels."""
 
 from __future__ import annotations
 

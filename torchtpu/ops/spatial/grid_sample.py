@@ -1,4 +1,4 @@
-"""Sampling at points: in come (batch, channels, *space) and a grid in [-1, 1], out go samples or gradients.
+"""Samples (batch, channels, *space) at the points of a grid in [-1, 1], and the gradients.
 
 `interpolation_mode` is 0 linear, 1 nearest, 2 bicubic; `padding_mode` is 0 zeros, 1 border, 2 reflection.
 """

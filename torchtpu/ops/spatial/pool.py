@@ -1,4 +1,4 @@
-"""Max and average pooling over windows: in come (…, channels, *space), out go pooled arrays or gradients."""
+"""Max and average pooling of (…, channels, *space) over windows, and the gradients."""
 
 from __future__ import annotations
 

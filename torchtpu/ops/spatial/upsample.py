@@ -1,4 +1,4 @@
-"""Resizing of images: in come (batch, channels, *space) and an output size, out go resized images or gradients.
+"""Resizes images (batch, channels, *space) to an output size, and the gradients.
 
 Every mode is separable: a table of (input index, weight) per output position for each dimension, known when tracing.
 A gradient uses the transposed table, so it gathers too.

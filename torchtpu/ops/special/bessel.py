@@ -1,4 +1,4 @@
-"""Bessel and Airy functions: in come promoted arrays, out goes the function of each element.
+"""Bessel and Airy functions of each element.
 
 Where JAX has none, the function is split into ranges; on each, a smooth part is a Chebyshev series.  The coefficients
 below, which tests/bessel_tables.py computes, reach the precision of float64.

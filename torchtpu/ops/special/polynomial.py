@@ -1,4 +1,4 @@
-"""Orthogonal polynomials: in come arrays of points x and degrees n, out go the polynomials' values."""
+"""Orthogonal polynomials at points x, of degrees n."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error, gamma and related functions: in come promoted arrays, out goes the function of each element."""
+"""Error, gamma and related functions of each element."""
 
 from __future__ import annotations
 
