@@ -26,7 +26,10 @@ SITE = Path(__file__).parent / "site"
 MOST_WORKERS = 8  # the longest file then takes as long as all others
 GIGABYTES_PER_WORKER = 6  # a worker of its own accord takes 2.5, the processes that a test starts about as much
 SHARES_NOTHING = {"test_opinfo.py", "test_lowerings.py"}
-LONGEST_FIRST = ("test_distributed.py", "test_opinfo.py", "test_warm.py", "test_lowerings.py", "test_fuzz_cache.py")
+LONGEST_FIRST = (
+    *("test_sanitizers.py", "test_distributed.py", "test_opinfo.py", "test_warm.py", "test_lowerings.py"),
+    "test_fuzz_cache.py",
+)
 
 OUTCOME = pytest.StashKey[pytest.CallInfo[None]]()
 
