@@ -29,8 +29,9 @@ MOST_WORKERS = 8  # the longest file then takes as long as all others
 GIGABYTES_PER_WORKER = 6  # a worker of its own accord takes 2.5, the processes that a test starts about as much
 SHARES_NOTHING = {"test_opinfo.py", "test_lowerings.py"}
 LONGEST_FIRST = (
-    "test_warm.py", "test_distributed.py", "test_interrupts.py", "test_dead_ranks.py", "test_distributed_examples.py",
-    "test_memory.py", "test_cuts.py", "test_style.py", "test_fuzz_cache.py", "test_opinfo.py", "test_lowerings.py",
+    "test_sanitizers.py", "test_warm.py", "test_distributed.py", "test_interrupts.py", "test_dead_ranks.py",
+    "test_distributed_examples.py", "test_memory.py", "test_cuts.py", "test_style.py", "test_fuzz_cache.py",
+    "test_opinfo.py", "test_lowerings.py",
 )  # fmt: skip
 
 OUTCOME = pytest.StashKey[pytest.CallInfo[None]]()
