@@ -180,7 +180,7 @@ def test_rows_of_an_array_whose_length_changes_are_read_by_one_program(in_pieces
             expected = torch.relu(expected * 0.5 + x[i])
         torch.testing.assert_close(y.cpu(), expected)
 
-    for length in (17, 18, 20, 22):
+    for length in (17, 18, 19, 20, 21, 22, 23):
         rows(length)
     before = metrics.snapshot()["programs_compiled"]
     for length in (24, 26, 28, 30):

@@ -27,8 +27,8 @@ class FirstTier(NamedTuple):
 
     A region of at least `least_ops` ops is made of pieces where those that are new have at most `most_missing` of the
     ops that would have to be compiled otherwise, or where these are more than `most_ops`, at most as many. Where more
-    than `most_visits` new regions have ended on the region's line, these are all ops of the region: what is there of the
-    whole is not asked.
+    than `most_visits` new regions have ended on the region's line, these are all of its ops: what is there of the whole
+    is not asked.
     """
 
     options: Options

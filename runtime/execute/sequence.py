@@ -6,7 +6,8 @@ What lies between two programs lives until its last use, no longer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 import torch
