@@ -122,7 +122,7 @@ class Stock:
             return None
         with self._lock:
             plan = self._padded.get(padded.program)
-        return plan and self._keep(piece, plan, padded)
+        return None if plan is None else self._keep(piece, plan, padded)
 
     def _find(self, piece: Piece) -> _Known:
         """The same; lowers a new one."""
