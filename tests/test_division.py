@@ -181,12 +181,30 @@ def test_rows_of_an_array_whose_length_changes_are_read_by_one_program(in_pieces
             expected = torch.relu(expected * 0.5 + x[i])
         torch.testing.assert_close(y.cpu(), expected)
 
-    for length in (17, 18, 20, 22):
+    for length in (17, 18, 19, 20, 21, 22, 23):
         rows(length)
     before = metrics.snapshot()["programs_compiled"]
     for length in (24, 26, 28, 30):
         rows(length)
     assert metrics.snapshot()["programs_compiled"] == before
+
+
+def test_streams_whose_lengths_change_compute_what_the_cpu_computes(in_pieces: None) -> None:
+    def run(length: int, device: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(length)
+        x, w = (torch.rand(n, 3, generator=generator).to(device) for n in (length, 3))
+        written, kept = torch.zeros(length, 3, device=device), []
+        h = (x - x.mean(0)) / (x.std(0) + 1e-3)
+        for i in range(0, length, 3):
+            written[i] += torch.tanh(h[i] @ w) * 2
+            kept.append(h[i : i + 2].sum())
+            h = torch.softmax(h, 0) * 3 if i % 4 == 0 else h
+        part = written.t().contiguous().flatten()[1:-1]
+        return [written.cpu(), torch.stack(kept).sum().cpu(), (part * 2).sum().cpu(), written.argmax().cpu()]
+
+    for length in (9, 10, 12, 13, 17, 16, 21, 11):
+        for found, expected in zip(run(length, "tpu"), run(length, "cpu"), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_error_names_the_line_of_its_own_region(in_pieces: None) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torchtpu.runtime.execute.executable import Launchable
@@ -98,9 +98,9 @@ class Stock:
             while len(self._undivided) > self._capacity():
                 self._undivided.popitem(last=False)
 
-    def divide(self, program: Program) -> list[Piece]:
+    def divide(self, program: Program, *, may_be_padded: bool) -> list[Piece]:
         """The pieces of a program, in order; none where no op of it is needed."""
-        return self._divider.divide(program)
+        return self._divider.divide(program, may_be_padded=may_be_padded)
 
     def missing(self, pieces: Sequence[Piece]) -> int:
         """How many ops the different pieces among these have whose programs no region of this process had before."""
@@ -122,7 +122,7 @@ class Stock:
             return None
         with self._lock:
             plan = self._padded.get(padded.program)
-        return plan and self._keep(piece, plan, padded)
+        return None if plan is None else self._keep(piece, plan, padded)
 
     def _find(self, piece: Piece) -> _Known:
         """The same; lowers a new one."""
@@ -137,34 +137,37 @@ class Stock:
 
     def _keep(self, piece: Piece, plan: Plan, padded: PaddedProgram | None) -> _Known:
         known = _Known(plan, padded, self._first.loss_ms(piece.program) if self._first else 0.0)
+        if padded is None:
+            signature = shape_agnostic_signature(piece.program)
         with self._lock:
             self._known[piece.identity] = known
             self._forms.pop(piece.identity, None)
             if padded is not None:
                 self._padded[padded.program] = plan
-            for kept in (self._known, self._padded):
-                while len(kept) > self._capacity():
-                    kept.popitem(last=False)
+            else:
+                self._sizes[signature] = [piece.program, *self._sizes.pop(signature, ())][:_MOST_SIZES]
+            self._limit(self._known, self._padded, self._sizes)
         return known
 
     def _form_of(self, piece: Piece) -> PaddedProgram | None:
-        """The padded form of a piece that came with other sizes before; None where there is none."""
+        """The padded form of a piece that came with other sizes before; None where there is none, or should be none."""
+        if not piece.may_be_padded:
+            return None
         with self._lock:
             if piece.identity in self._forms:
                 return self._forms[piece.identity]
-        program = piece.program
-        signature = shape_agnostic_signature(program)
-        with self._lock:
-            others = list(self._sizes.get(signature, ()))
-        padded = self._pad(program, others) if others else None
+            others = self._sizes.get(shape_agnostic_signature(piece.program))
+        padded = self._pad(piece.program, others) if others else None
         with self._lock:
             self._forms[piece.identity] = padded
-            self._sizes[signature] = [program, *others][:_MOST_SIZES]
-            self._sizes.move_to_end(signature)
-            for kept in (self._forms, self._sizes):
-                while len(kept) > self._capacity():
-                    kept.popitem(last=False)
+            self._limit(self._forms)
         return padded
+
+    def _limit(self, *kept: OrderedDict[Any, Any]) -> None:
+        """Forgets what is more than enough. Under the lock."""
+        for each in kept:
+            while len(each) > self._capacity():
+                each.popitem(last=False)
 
     def _under_first(self, plan: Plan) -> Plan:
         return self._plans.under(plan, self._first.options) if self._first else plan

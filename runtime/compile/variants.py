@@ -117,7 +117,7 @@ class VariantBuilder:
         first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
         if first is None or not (visits > first.most_visits or is_forced) or not first.may_divide(program, is_forced):
             return []
-        pieces = self.stock.divide(program)
+        pieces = self.stock.divide(program, may_be_padded=visits > first.most_visits)
         missing = self.stock.missing(pieces)
         is_known = missing <= first.most_missing * len(program.ops) and not first.is_paid_at_once(program)
         return self._there(pieces, device) if not missing or is_known or is_forced else []
@@ -130,8 +130,8 @@ class VariantBuilder:
         undivided = self.stock.missing_undivided(usual)
         if not undivided and not is_forced:
             return []
-        pieces = self.stock.divide(program)
         is_often_new = self.stock.visits(program.line) > first.most_visits
+        pieces = self.stock.divide(program, may_be_padded=is_often_new)
         most = undivided if is_often_new or undivided > first.most_ops else first.most_missing * undivided
         if self.stock.missing(pieces) > most and not is_forced:
             return []

@@ -16,6 +16,7 @@ from torchtpu.runtime._C import DirectLaunch
 from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.ir.values import bases_of, roots_of, size_of
 from torchtpu.runtime.padding.arrays import PaddedArray
+from torchtpu.runtime.partition.pieces import Piece
 from torchtpu.runtime.partition.split import Part
 
 from .direct import ALWAYS, Numbers, Step
@@ -29,7 +30,7 @@ class Sequence:
     meets_others = False
     takes_padding = False
 
-    def __init__(self, program: Program, parts: list[Part], executable_of: Callable[[int], Any]) -> None:
+    def __init__(self, program: Program, parts: Items[Part | Piece], executable_of: Callable[[int], Any]) -> None:
         self.parts = parts
         self._executable_of = executable_of
         self.fitted: dict[int, Sequence] = {}  # what is launched instead, by memory limit
@@ -236,13 +237,13 @@ class DirectLauncher:
         self._floats: Items[float] = work.floats.tolist() if work.floats is not None else ()
         self._ints: Items[int] = work.ints.tolist() if work.ints is not None else ()
 
-    def may_launch(self, state: State, part: Part, executable: Any) -> bool:
+    def may_launch(self, state: State, part: Part | Piece, executable: Any) -> bool:
         """Whether a part takes what the state has as it is, and nothing has failed."""
         if not getattr(executable, "is_plain", False) or not state.is_sound:
             return False
         return not PaddedArray.exist or not any(isinstance(state.arrays[value], PaddedArray) for value in part.inputs)
 
-    def launch(self, state: State, part: Part, executable: Any) -> None:
+    def launch(self, state: State, part: Part | Piece, executable: Any) -> None:
         """Launches one, with what the state has, and gives it the outputs."""
         arrays = state.arrays
         made = self.context.launch_directly(
@@ -278,7 +279,12 @@ class PartWork:
     )  # fmt: skip
 
     def __init__(
-        self, state: State, part: Part, executable: Any, floats: torch.Tensor | None, ints: torch.Tensor | None
+        self,
+        state: State,
+        part: Part | Piece,
+        executable: Any,
+        floats: torch.Tensor | None,
+        ints: torch.Tensor | None,
     ) -> None:
         self.executable = executable
         self.device = state.device

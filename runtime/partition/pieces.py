@@ -25,17 +25,19 @@ from .split import PartNumbers
 class Piece:
     """A part of a region. Equal ones have one `identity`: all but `lines`, that of the region and those of the ops.
 
-    Its program is written when somebody asks for it; a launch of a known one does not.
+    Its program is written when somebody asks for it; a launch of a known one does not. One that `may_be_padded` stands
+    where new regions keep coming.
     """
 
     __slots__ = (
         "_calls", "_donated", "_made", "_program", "_region",
-        "floats", "identity", "inputs", "ints", "lines", "offsets", "outputs",
+        "floats", "identity", "inputs", "ints", "lines", "may_be_padded", "offsets", "outputs",
     )  # fmt: skip
 
     def __init__(
         self,
         region: Program,
+        may_be_padded: bool,
         identity: int,
         lines: tuple[str, ...],
         calls: tuple[tuple[int, int, tuple[int, ...]], ...],
@@ -47,6 +49,7 @@ class Piece:
         ints: tuple[int, ...],
         offsets: tuple[int, ...],
     ) -> None:
+        self.may_be_padded = may_be_padded
         self.identity = identity
         self.lines = lines
         self.inputs = inputs
@@ -99,13 +102,13 @@ class Divider:
         self._fragments = fragments
         self._dividers: dict[str, _C.Divider] = {}  # by what is watched: it decides what is checked
 
-    def divide(self, program: Program) -> list[Piece]:
+    def divide(self, program: Program, *, may_be_padded: bool = False) -> list[Piece]:
         """The pieces of a program, in order; none where no op of it is needed."""
         watched = self._fragments.watch()
         divider = self._dividers.get(watched)
         if divider is None:
             divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts)
-        return [Piece(program, *row) for row in divider.divide(program)]
+        return [Piece(program, may_be_padded, *row) for row in divider.divide(program)]
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
         """Of ops, or of what they do to an element of their lists: whether they have checks, and what they read."""

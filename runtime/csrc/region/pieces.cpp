@@ -279,6 +279,7 @@ class Reader {
   int64_t ints(PyObject* given) {
     int64_t product = 1;
     both('[');
+    put(text_, PyTuple_GET_SIZE(given));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given); i++) {
       int64_t number = as_int(PyTuple_GET_ITEM(given, i));
       put(text_, number);

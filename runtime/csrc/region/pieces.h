@@ -27,7 +27,7 @@ class Divider {
   // `maps(op)`: whether an op goes through its lists in step.  `facts([(op, element), ...])`: of each op, or of what it
   // does to one element of its lists, whether it has checks and which of its run-time arguments are used.
   Divider(py::object maps, py::object facts) : maps_(std::move(maps)), facts_(std::move(facts)) {}
-  // The pieces, each as the fields of runtime.partition.pieces.Piece but the first.
+  // The pieces, each as what runtime.partition.pieces.Piece is made with, but for the first two.
   py::list divide(const py::object& program);
 
   struct Call;
