@@ -130,7 +130,8 @@ void forget_direct_launches() { settings++; }
 
 bool is_direct(const Work& work) {
   const DirectLaunch* direct = work.plan ? work.plan->direct : nullptr;
-  return direct && work.ahead != Ahead::kTrying && direct->left > 0 && direct->settings == settings.load(std::memory_order_relaxed) &&
+  return direct && work.ahead != Ahead::kTrying && direct->left > 0 &&
+         direct->settings == settings.load(std::memory_order_relaxed) &&
          direct->is_deterministic == at::globalContext().deterministicAlgorithms() && !work.transaction->error;
 }
 

@@ -446,7 +446,7 @@ const Node* note_sizes(Recorder& r) {
 }
 
 void split_by_shape(Recorder& r, const std::string& line) {
-  bool may_split = r.at->plans.empty() && r.at->depth >= kFewestOpsToSplit && !is_exact() && policy.gives_room;
+  bool may_split = r.at->plans.empty() && r.at->depth >= kFewestOpsToSplit && !is_exact() && runtime.policy.gives_room;
   if (may_split) {
     std::vector<Node*> ends = ends_of_laps(r.at);
     if (!ends.empty()) cut_after(r, ends, "lap", line);
