@@ -204,7 +204,7 @@ def test_a_training_step_in_pieces_is_that_of_the_cpu(in_pieces: None) -> None:
     torch.testing.assert_close(train("tpu"), train("cpu"), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.bailouts("forms", "pieces")
+@pytest.mark.bailouts("variants", "pieces")
 def test_a_piece_that_cannot_be_lowered_leaves_the_whole(monkeypatch: pytest.MonkeyPatch, in_pieces: None) -> None:
     from torchtpu.runtime.compile import variants
 
