@@ -196,7 +196,7 @@ import torch
 import torch.nn.functional as F
 from test_kernels import add_one, matmul
 from torchtpu import startup
-from torchtpu.cli.worker import Worker
+from torchtpu.cli.worker import WarmWorker
 from torchtpu.runtime.ir.manifest import decode_recorded
 
 target, journal = sys.argv[1:]
@@ -217,7 +217,7 @@ def attention(x, y):
 def half_attention(x, y):
     return attention(x.bfloat16(), y).float()
 
-worker, found = Worker(target, startup.open_store()), {}
+worker, found = WarmWorker(target, startup.open_store()), {}
 for step in (elementwise, product, half_product, attention, half_attention):
     x, y = (torch.randn(256, 128).to("tpu").requires_grad_() for _ in range(2))
     y = y.detach().view(128, 256).requires_grad_()

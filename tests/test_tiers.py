@@ -196,7 +196,7 @@ def test_a_frozen_process_runs_either_tier(
     assert compiled == ["first"]
 
 
-@pytest.mark.bailouts("forms")
+@pytest.mark.bailouts("variants")
 def test_a_usual_form_that_cannot_be_compiled_leaves_the_first_tier_in_use(
     monkeypatch: pytest.MonkeyPatch, loop: Callable[..., Loop]
 ) -> None:
