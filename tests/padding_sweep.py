@@ -21,6 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -266,11 +267,35 @@ def _read_results(path: Path | None) -> tuple[dict[str, Verdict], set[str]]:
     return found, done
 
 
+def document(verdicts: dict[str, Verdict]) -> str:
+    """docs/padding.md."""
+    *lines, counts = summary(verdicts).splitlines()
+    rows = [f"| `{line.split()[0]}` | {' '.join(line.split()[1:])} |" for line in lines]
+    return "\n".join(
+        [
+            "# Ops that are compiled for each size",
+            "",
+            f"Written by `python tests/padding_sweep.py --results FILE --document docs/padding.md` on {date.today()}, with "
+            f"PyTorch {torch.__version__.partition('+')[0]}. It tries the sizes of PyTorch's own samples from {LEAST_SIZE} to "
+            f"{ROOM - 2}, on arrays of {ROOM}. Where dimensions of one sample are equal by chance, they change together, "
+            "and an op may be listed that is served elsewhere.",
+            "",
+            f"{counts}.",
+            "",
+            "| lowering | why |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="OpInfo names; none: all")
     parser.add_argument("--part", default="0/1", help="one of so many parts")
     parser.add_argument("--results", type=Path, help="a file of what is found, from which a later run goes on")
+    parser.add_argument("--document", type=Path, help="where to list what is not served")
     parser.add_argument("--verbose", "-v", action="store_true", help="name those that are served, too")
     options = parser.parse_args()
     # The ops need no device: keep torchtpu/__init__.py, which starts one, out of this process.
@@ -290,6 +315,8 @@ def main() -> int:
                 with options.results.open("a") as file:
                     verdicts = {op: vars(verdict) for op, verdict in made.items()}
                     file.write(json.dumps({"opinfo": name, "verdicts": verdicts}) + "\n")
+    if options.document:
+        options.document.write_text(document(found))
     print(summary(found, verbose=options.verbose))
     return 1 if any(result.wrong for result in found.values()) else 0
 

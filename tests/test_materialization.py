@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.nn.functional as F
 from record_support import Record
 from test_engine import TABLE, compile_, make_engine, text_of
+from torch import nn
 
 from torchtpu.ops.registry import Lowering
 from torchtpu.runtime.engine import Engine
@@ -82,3 +84,23 @@ def test_a_long_chain_on_many_elements_is_several_loops(engine: Engine, elements
         for _ in range(60):
             made = torch.tanh(made) * x
     assert text_of(engine, record.program(made)).count("inlineable") == stored
+
+
+def gradients(device: str) -> list[torch.Tensor]:
+    """Of a network that takes the largest and the mean of what it normalizes."""
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(3, 6, 3, padding=1), nn.Conv1d(6, 6, 5, stride=2), nn.BatchNorm1d(6), nn.Linear(6, 2)]
+    first, second, norm, last = (layer.to(device) for layer in layers)
+    x = torch.randn(3, 3, 16, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def run(h: torch.Tensor) -> torch.Tensor:
+        h = norm(second(F.max_pool1d(first(h), 2)))
+        return last(h.mean(-1) + h.amax(-1)).square().sum()
+
+    run(x).backward()
+    return [p.grad.cpu() for layer in (first, second, norm, last) for p in layer.parameters() if p.grad is not None]
+
+
+def test_what_is_compared_with_its_largest_element_has_the_same_bits() -> None:
+    for found, expected in zip(gradients("tpu"), gradients("cpu"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -34,6 +34,7 @@ Aval = tuple[tuple[int, ...], torch.dtype]
 
 CHECKS_PER_WORD = 32
 
+_COMPARES = re.compile(r"(?:eq|ne|lt|le|gt|ge)\.Tensor$")
 _CHANGES_IN_PLACE = re.compile(r"\bstablehlo\.(?:scatter|dynamic_update_slice)\b")
 
 
@@ -130,6 +131,13 @@ class _EmittedCall:
         taken = [self.parameters[n] for n in self.fragment.used]
         values = {p.value for p in taken if type(p) is Operand} | set(self.kept())
         return {value for value in values if value is not None}
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares floating-point numbers with others."""
+        return _COMPARES.match(self.op.name) is not None and any(
+            type(argument) is Operand and argument.dtype.is_floating_point for argument in self.op.args
+        )
 
     @property
     def is_constant(self) -> bool:

@@ -5,6 +5,10 @@ several times, and that of those again: 150 ops on four live values run 180 time
 long. And it fuses a chain of any length into one loop, which LLVM does not vectorise any more and whose steps wait for
 one another: 500 times tanh, times and plus run 13 times as long. A value that has passed a call which is not inlined is
 stored; the call itself costs nothing.
+
+What is computed again may differ in the last bit, since LLVM contracts products and sums in each loop as it likes.
+Where a value is compared with what was chosen from it, as the gradient of `amax` does, it has to be the same bits, and
+is stored too.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from torchtpu.runtime.ir.program import Base
+from torchtpu.runtime.ir.program import Base, Result, Write
 from torchtpu.runtime.ir.types import tensor_type
 
 from .tracing import Fragment
@@ -57,17 +61,23 @@ class StoredCall(Protocol):
     """An op of the program: its fragment, the values that it reads and those that it makes, with their sizes."""
 
     fragment: Fragment
+    made: Sequence[Result | Write]
 
-    def read(self) -> Collection[int]: ...
+    @property
+    def compares(self) -> bool: ...
+
+    def read(self) -> set[int]: ...
 
     def stored_whole(self) -> Iterable[tuple[int, Base]]: ...
 
 
 def find_boundaries(calls: Sequence[StoredCall], outputs: Collection[int], platform: str) -> set[int]:
-    """The values to store: those whose consumers would spend more on computing them again."""
+    """The values to store: those whose consumers would spend more on computing them again, and those that are compared
+    with what they made."""
     costs = COSTS.get(platform)
     if costs is None:
         return set()
+    compared = _find_compared(calls)
     fused, is_stored = Counter[int](), set(outputs)  # values: consumers that they are fused into, those stored anyway
     for call in calls:
         fused.update(call.read())
@@ -84,10 +94,30 @@ def find_boundaries(calls: Sequence[StoredCall], outputs: Collection[int], platf
             elements = math.prod(base.shape)
             price = 0.0 if value in is_stored else costs.stored * elements + costs.loop
             is_long = own > costs.chain and elements >= costs.many and fused[value] > 0 and value not in is_stored
-            if is_long or (again > 0 and again * elements * own > price + again * elements):
+            if value in compared or is_long or (again > 0 and again * elements * own > price + again * elements):
                 found.add(value)
             else:
                 work[value] = own
+    return found
+
+
+def _find_compared(calls: Sequence[StoredCall]) -> set[int]:
+    """The values that are compared with others that were computed from them."""
+    makers = {target.value: call for call in calls for target in call.made}
+    found = set()
+    for call in calls:
+        if not call.compares:
+            continue
+        operands = [value for value in call.read() if value in makers]
+        for value in operands:
+            seen, open_ = set[int](), [other for other in operands if other != value]
+            while open_ and value not in seen:
+                maker = makers.get(open_.pop())
+                new = maker.read() - seen if maker is not None else set()
+                seen |= new
+                open_ += new
+            if value in seen:
+                found.add(value)
     return found
 
 
