@@ -45,9 +45,10 @@ class ClusterCosts(NamedTuple):
         return self.line_ms * lines + self.square_ms * lines * lines
 
 
-# Version 1, measured with jaxlib 0.10.2.
+# Version 2, measured with jaxlib 0.10.2; for tpu an estimate from GPT-2's step (benchmarks/tpu_tiers.py).
 COSTS: Mapping[str, ClusterCosts] = {
     "cpu": ClusterCosts(line_ms=0.6, square_ms=1.6e-4, least_lines=150, least_saving_ms=200.0, most_carried=0.25),
+    "tpu": ClusterCosts(line_ms=20.0, square_ms=0.0, least_lines=150, least_saving_ms=5000.0, most_carried=0.25),
 }
 
 
