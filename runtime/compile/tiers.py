@@ -72,10 +72,10 @@ def _made(op: Op) -> int:
     return sum(math.prod(made.sizes) for made in results_of(op))
 
 
-# Version 2. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py, for
-# tpu by libtpu 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py. The README there has the figures.
-# The others are estimates that no script measures. A platform that is not named here was not measured, and has one
-# tier.
+# Version 2. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
+# for tpu by libtpu 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py. The README there has the
+# figures. The others are estimates that no script measures. A platform that is not named here was not measured, and
+# has one tier.
 FIRST_TIERS: Mapping[str, FirstTier] = {
     "cpu": FirstTier(
         (("xla_backend_optimization_level", 0), ("xla_cpu_use_fusion_emitters", False)),
