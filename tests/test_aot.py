@@ -13,6 +13,7 @@ import lowering_check
 import pytest
 import torch
 from jax.errors import JaxRuntimeError
+from script import compiled_for
 
 from torchtpu.compiler_cache import Target, compiler_line, program_digest
 from torchtpu.runtime.device.chips import CHIPS, devices_of_host, find_chip
@@ -40,6 +41,32 @@ def test_core_lowerings_compile_for_v5e() -> None:
         assert {sample.shown: error for sample, error in aot_check.refused(samples, compiler.compile)} == {}
     finally:
         compiler.close()
+
+
+COMPILE_IN_TIERS = """
+import json, sys
+import jax
+from torchtpu.runtime.compile.aot import AotClient
+from torchtpu.runtime.compile.tiers import FIRST_TIERS
+from torchtpu.runtime.device.client import key_of
+
+target, size = sys.argv[1], json.loads(sys.argv[2])["size"]
+x = jax.ShapeDtypeStruct((size, size), "float32")
+text = jax.jit(lambda x, y: jax.nn.gelu(x @ y) + y).trace(x, x).lower(lowering_platforms=("tpu",)).as_text()
+client, tiers = AotClient(target), ((), FIRST_TIERS["tpu"].options)
+built = [client.compile(text, (), options) for options in tiers]
+keys = [key_of("sha256:0", client, (), options).digest for options in tiers]
+print(json.dumps({"cycles": [each.cost.cycles for each in built], "keys": keys}))
+"""
+
+
+@needs_libtpu
+@pytest.mark.timeout(600)
+def test_libtpu_compiles_otherwise_in_the_first_tier() -> None:
+    found = compiled_for("v5e", COMPILE_IN_TIERS, {"size": 1024})
+    usual, first = found["cycles"]
+    assert 0 < usual < first
+    assert len(set(found["keys"])) == 2
 
 
 @needs_libtpu

@@ -76,9 +76,10 @@ def _made(op: Op) -> int:
     return sum(math.prod(made.sizes) for made in results_of(op))
 
 
-# Version 1. The options, `element_ns` and `drawn_ns` are measured with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
-# whose README has the figures. The others are estimates that no script measures. A platform that is not named here was
-# not measured, and has one tier.
+# Version 2. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
+# for tpu by libtpu 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py. The README there has the
+# figures. The others are estimates that no script measures. A platform that is not named here was not measured, and
+# has one tier.
 FIRST_TIERS: Mapping[str, FirstTier] = {
     "cpu": FirstTier(
         (
@@ -90,6 +91,21 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         op_us=1.0,
         element_ns=5.0,
         drawn_ns=350.0,
+        launch_us=15.0,
+        least_ops=5,
+        most_missing=0.78,
+        most_visits=4,
+        most_ops=500,
+        patience_ms=10_000.0,
+        large_launches=8,
+    ),
+    "tpu": FirstTier(
+        (("optimization_level", 19),),  # XLA's O1
+        program_ms=50.0,
+        op_ms=170.0,
+        op_us=0.0,
+        element_ns=0.02,
+        drawn_ns=0.02,
         launch_us=15.0,
         least_ops=5,
         most_missing=0.78,
