@@ -199,7 +199,7 @@ def test_a_hot_region_climbs_to_the_form_that_was_faster(monkeypatch: pytest.Mon
     assert engine.counters.programs_compiled == 1
     assert launches(engine, plan, record, 1) == [6]
     assert engine.counters.regions_climbing == 1
-    plan.executable._rival.result(60)
+    plan.executable._candidate.result(60)
     assert sorted(launches(engine, plan, record, 16)) == [1] * 8 + [6] * 8
     (line,) = [line for line in logged if "stays" in line]
     stays = 1 if "stays whole" in line else 6

@@ -174,7 +174,6 @@ void start_threads() {
 bool is_launchable(const Work& work) { return !work.plan || work.plan->state != Plan::kNew; }
 
 void finish(Work& work) {
-  for (auto& input : work.inputs) input.reset();
   {
     QueueLock lock;
     work.is_done = true;
@@ -217,6 +216,8 @@ void launch_work(const WorkRef& work) {
     } catch (python_error& error) {
       work_failed(*work, work->plan && work->plan->error ? work->plan->error : error.value);
     }
+    work->inputs.clear();
+    drain_decrefs();  // before younger arrays come: the garbage collector would look at both
   }
   work->finished_at = seconds_now();
   if (work->plan) work->plan->is_quick = work->finished_at - started < kQuickSeconds;
