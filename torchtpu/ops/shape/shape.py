@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath
-from torchtpu.runtime import _C
+from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, suggest_memory_format
 
 UNROLLED_WINDOWS = 32  # overlaps up to which windows are summed by pads instead of a scatter
 
@@ -31,7 +30,7 @@ def _infer_stack(tensors: Any, dim: int = 0) -> torch.Tensor:
 
     def is_usual(t: torch.Tensor) -> bool:
         is_alike = t.shape == first.shape and t.dtype == first.dtype
-        keeps_no_layout = _C.suggest_memory_format(t) is torch.contiguous_format
+        keeps_no_layout = suggest_memory_format(t) is torch.contiguous_format
         return is_alike and keeps_no_layout and (place < t.dim() or t.is_contiguous())
 
     if not -first.dim() - 1 <= dim <= first.dim() or not all(map(is_usual, tensors)):
