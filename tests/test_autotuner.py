@@ -15,6 +15,7 @@ from test_engine import KNOBS, Plan, Work, make_engine
 
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime import engine as engines
+from torchtpu.runtime.compile import variants
 from torchtpu.runtime.compile.tiers import SWEEPS, Sweep
 from torchtpu.runtime.device.client import Client, Options, key_of
 from torchtpu.runtime.execute import autotuner
@@ -264,3 +265,46 @@ def test_options_in_the_table_are_known() -> None:
     )
     for options in SWEEPS["cpu"].options.values():
         client.compile(text, 0, (), options)
+
+
+class Machine:
+    """Stands for the clock and for what the process has computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.computed = 1000.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: self.computed)
+        monkeypatch.setattr(variants, "time", clock)
+
+    def pass_time(self, seconds: float, computed: float) -> None:
+        self.now += seconds
+        self.computed += computed
+
+
+def test_candidates_take_a_twentieth_of_what_the_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    time = variants.SpareTime(cores=8)
+    assert time.has_room_for(50_000.0)
+    assert not time.has_room_for(50_001.0)
+    time.spend(30_000.0)
+    assert time.has_room_for(20_000.0)
+    assert not time.has_room_for(20_001.0)
+
+
+def test_with_few_cores_candidates_wait_until_the_process_has_been_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    time = variants.SpareTime(cores=2)
+    for _ in range(5):
+        machine.pass_time(2.0, computed=1.9)
+        assert not time.has_room_for(1.0)
+    machine.pass_time(2.0, computed=0.1)
+    assert [time.has_room_for(1.0) for _ in range(2)] == [True, True]
+    machine.pass_time(2.0, computed=1.9)
+    assert not time.has_room_for(1.0)
+
+
+def test_hot_programs_are_compared_in_spare_time_unless_asked_for(clock: Clock, loop: Callable[..., Loop]) -> None:
+    clock.seconds |= {"narrow": 0.5}
+    hot = loop(compare="spare")
+    hot.engine._variants.spare_time = variants.SpareTime(cores=1)
+    assert hot.launch(80) == ["usual"] * 80
+    assert clock.compiled == ["usual"]

@@ -106,17 +106,31 @@ def images() -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_batch_norm_looks_as_pytorchs_meta_function_says(*, is_training: bool) -> None:
+    """But for images of one pixel, which lie as on the CPU."""
     for image in images():
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             x = image.to("meta", dtype)
-            given = [torch.ones(x.shape[1], device="meta") for _ in range(4)]
+            given = [torch.ones(x.shape[1], dtype=torch.promote_types(dtype, torch.float32), device="meta")] * 4
             arguments = *given, is_training, 0.1, 1e-5
             made = _infer_batch_norm(x, *arguments)
-            assert looks(made) == looks(torch.ops.aten.native_batch_norm(x, *arguments))
-            saved = made[1:]
-            rest = given[0], *given[2:], *saved, is_training, 1e-5, [True, True, True]
-            backward = torch.ops.aten.native_batch_norm_backward(x, x, *rest)
-            assert looks(_infer_batch_norm_backward(x, x, *rest)) == looks(backward)
+            expected = torch.ops.aten.native_batch_norm(x, *arguments)
+            rest = given[0], *given[2:], *made[1:], is_training, 1e-5, [True, True, True]
+            grads = _infer_batch_norm_backward(x, x, *rest)
+            expected_grads = torch.ops.aten.native_batch_norm_backward(x, x, *rest)
+            if x.is_contiguous():
+                assert made[0].is_contiguous()
+                assert made[0].stride() == image.new_empty(image.shape).stride()
+                made, expected, grads, expected_grads = made[1:], expected[1:], grads[1:], expected_grads[1:]
+            assert looks(made) == looks(expected)
+            assert looks(grads) == looks(expected_grads)
+
+
+def test_stack_looks_as_on_the_cpu() -> None:
+    for image in [*images(), torch.randn(3, 4).t(), torch.randn(3, 1).expand(3, 4), torch.randn(2, 0)]:
+        for dim in range(-image.dim() - 1, image.dim() + 1):
+            made = torch.stack([image, image.clone()], dim)
+            on_tpu = torch.stack([image.to("tpu"), image.clone().to("tpu")], dim)
+            assert looks([on_tpu]) == looks([made])
 
 
 def test_convolution_looks_as_on_the_cpu() -> None:

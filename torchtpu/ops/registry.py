@@ -184,6 +184,19 @@ def like(
     return without_kernels(torch.ops.aten.empty_like.default, self, dtype=dtype, memory_format=memory_format)
 
 
+def suggest_memory_format(t: torch.Tensor) -> torch.memory_format:
+    """`Tensor::suggest_memory_format` of PyTorch's C++, where its Python counterpart imports a symbolic algebra."""
+    if t.dim() not in (4, 5):
+        return torch.contiguous_format
+    least = 0
+    for d in (1, *range(t.dim() - 1, 1, -1), 0):
+        size, stride = t.shape[d], t.stride(d)
+        if size == 0 or stride < least or (d == 1 and stride == 0) or (d == 0 and least == t.stride(1)):
+            return torch.contiguous_format
+        least = stride * max(size, 1)
+    return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+
+
 def without_kernels(op: torch._ops.OpOverload, *args: Any, **named: Any) -> torch.Tensor:
     """What an op makes of meta tensors by PyTorch's own C++. Dispatched to Meta, it would be Python code with strides
     of its own; a backend without kernels gets what serves any device."""

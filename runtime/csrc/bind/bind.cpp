@@ -358,7 +358,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("dump", &dump);
   m.def("current_line", &current_line);
   m.def("ends_of_runs", &ends_of_runs);
-  m.def("suggest_memory_format", [](const at::Tensor& t) { return t.suggest_memory_format(); });
   m.def("drain", [] { drain_decrefs(); });
   py::class_<SignalsScope>(m, "SignalsDeferred")
       .def(py::init<>())

@@ -52,9 +52,10 @@ const py::object& array_of(DirectNumbers& numbers, const at::Tensor& given, cons
   static std::string& data = *new std::string();  // under the GIL, which `gather` keeps
   gather<T>(data, numbers, given);
   if (numbers.array && data == numbers.data) return numbers.array;
-  auto host =
+  at::Tensor host =
       at::detail::empty_cpu({static_cast<int64_t>(data.size() / sizeof(T))}, c10::CppTypeToScalarType<T>::value);
   memcpy(host.mutable_data_ptr(), data.data(), data.size());
+  numbers.array = py::object();
   numbers.data = data;
   numbers.array = call_method(direct.client, "upload", host, device);
   return numbers.array;
@@ -152,6 +153,10 @@ bool launch_directly(const WorkRef& ref) {
       outputs = run_step(step, work, direct, slots, failed);
     } catch (py::error_already_set& error) {
       resume(ref, number, taken_from(slots).ptr(), error.value().ptr(), Py_None);
+      return true;
+    } catch (std::exception& error) {
+      py::object shown = py::handle(PyExc_RuntimeError)(error.what());
+      resume(ref, number, taken_from(slots).ptr(), shown.ptr(), Py_None);
       return true;
     }
     if (failed) {

@@ -230,7 +230,6 @@ std::deque<WorkRef>::iterator find_ahead(const Buffer* value) {
 }
 
 void finish(Work& work) {
-  for (auto& input : work.inputs) input.reset();
   {
     QueueLock lock;
     work.is_done = true;
@@ -273,6 +272,8 @@ void call_engine(const WorkRef& work) {
     } catch (python_error& error) {
       work_failed(*work, work->plan && work->plan->error ? work->plan->error : error.value);
     }
+    work->inputs.clear();
+    drain_decrefs();  // before younger arrays come: the garbage collector would look at both
   }
   work->finished_at = seconds_now();
   if (work->plan) work->plan->is_quick = work->finished_at - started < kQuickSeconds;

@@ -96,6 +96,8 @@ extern std::atomic<bool> has_arrivals;  // something has come that has not reach
 void wake_launcher();                   // soon
 void hurry_launcher();                  // at once
 double seconds_now();                   // of the steady clock, which is Python's time.perf_counter()
+// As `cut`, for a thread that waits for the work next and launches it itself where that is quick: nobody is woken.
+WorkRef cut_to_wait(Recorder& r, const char* reason);
 // Waits, GIL released, until at most limits.max_in_flight regions are queued or a signal comes.  Raises nothing.
 void throttle();
 // Waits until the buffer is ready; launches in this thread where that saves a hand-off.  Raises its error.

@@ -101,7 +101,7 @@ void synchronize(c10::DeviceIndex device) {
   check_running();
   auto is_meant = [&](c10::DeviceIndex index) { return device < 0 || index == device; };
   for (c10::DeviceIndex index = 0; index < device_count(); index++) {
-    if (is_meant(index)) cut(recorder_for(index), "synchronize");
+    if (is_meant(index)) cut_to_wait(recorder_for(index), "synchronize");
   }
   bool is_observed = reads_are_observed.load(std::memory_order_relaxed);
   double started = is_observed ? seconds_now() : 0;

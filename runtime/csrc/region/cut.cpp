@@ -105,11 +105,13 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
   Node& node = *r.at;
   // A build that failed is forgotten: who needs the program again builds it again.
   std::erase_if(node.plans, [](const auto& known) { return known->state == Plan::kFailed; });
+  for (auto& plan : node.plans) {
+    bool has_inputs = std::ranges::equal(plan->inputs, r.inputs, {}, {},
+                                         [](const auto& input) -> const BaseRef& { return input->base; });
+    if (has_inputs && plan->outputs == live && is_mask_subset(plan->donated, free)) return plan;
+  }
   std::vector<BaseRef> inputs;
   for (const auto& input : r.inputs) inputs.push_back(input->base);
-  for (auto& plan : node.plans) {
-    if (plan->outputs == live && plan->inputs == inputs && is_mask_subset(plan->donated, free)) return plan;
-  }
   if (is_exact()) {
     auto plan = make_plan(r, std::move(inputs), live, free, line);
     node.plans.push_back(plan);
@@ -297,7 +299,7 @@ void drop_region(Recorder& r, PyObject* error) {
   r.transaction = std::make_shared<Transaction>();
 }
 
-WorkRef cut(Recorder& r, const char* reason) {
+WorkRef cut_to_wait(Recorder& r, const char* reason) {
   check_running();
   std::string line;
   bool is_marked;
@@ -312,6 +314,11 @@ WorkRef cut(Recorder& r, const char* reason) {
     StateGuard guard(state_lock);
     work = cut_locked(r, reason, std::move(line));
   }
+  return work;
+}
+
+WorkRef cut(Recorder& r, const char* reason) {
+  WorkRef work = cut_to_wait(r, reason);
   if (work) {
     wake_launcher();
     throttle();

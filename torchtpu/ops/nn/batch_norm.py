@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch._prims_common import get_computation_dtype
 
-from torchtpu.ops.registry import jnp, lax, like, lowering, opmath
-from torchtpu.runtime import _C
+from torchtpu.ops.registry import jnp, lax, like, lowering, opmath, suggest_memory_format
 
 _STATS = ("running_mean", "running_var")
 
@@ -90,7 +89,7 @@ def _laid_out(grad: torch.Tensor, input: torch.Tensor, per_channel: Any) -> torc
         return None
     if input.is_contiguous() and grad.is_contiguous():
         return input.new_empty(input.shape)
-    memory_format = _C.suggest_memory_format(input)
+    memory_format = suggest_memory_format(input)
     is_alike = min(input.shape) > 1 and grad.stride() == input.stride()
     return like(input) if is_alike and input.is_contiguous(memory_format=memory_format) else None
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch._prims_common import get_computation_dtype
 
-from torchtpu.ops.registry import jnp, lax, lowering, opmath
-from torchtpu.runtime import _C
+from torchtpu.ops.registry import jnp, lax, lowering, opmath, suggest_memory_format
 
 
 def _statistics(x: Any, axes: tuple[int, ...], eps: Any) -> tuple[Any, Any]:
@@ -97,7 +96,7 @@ def fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, out
 
 
 def _infer_group_norm(input: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if not input.is_contiguous(memory_format=_C.suggest_memory_format(input)):
+    if not input.is_contiguous(memory_format=suggest_memory_format(input)):
         raise RuntimeError("Expected X.is_contiguous(memory_format) to be true, but got false.")
     return torch.ops.aten.native_group_norm(input, *rest)
 

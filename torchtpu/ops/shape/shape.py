@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath
+import torch
+
+from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, suggest_memory_format
 
 UNROLLED_WINDOWS = 32  # overlaps up to which windows are summed by pads instead of a scatter
 
@@ -22,7 +24,21 @@ def cat(tensors, dim=0, *, ctx):
     return jnp.concatenate([as_dtype(t, dtype) for t in kept], dim)
 
 
-@lowering("stack", "_stack")
+def _infer_stack(tensors: Any, dim: int = 0) -> torch.Tensor:
+    first = tensors[0]
+    place = dim % (first.dim() + 1)
+
+    def is_usual(t: torch.Tensor) -> bool:
+        is_alike = t.shape == first.shape and t.dtype == first.dtype
+        keeps_no_layout = suggest_memory_format(t) is torch.contiguous_format
+        return is_alike and keeps_no_layout and (place < t.dim() or t.is_contiguous())
+
+    if not -first.dim() - 1 <= dim <= first.dim() or not all(map(is_usual, tensors)):
+        return torch.stack(tensors, dim)
+    return first.new_empty((*first.shape[:place], len(tensors), *first.shape[place:]))  # type: ignore[no-any-return]
+
+
+@lowering("stack", "_stack", infer=_infer_stack)
 def stack(tensors, dim=0, *, ctx):
     dtype = ctx.results[0][1]
     return jnp.stack([as_dtype(t, dtype) for t in tensors], dim)

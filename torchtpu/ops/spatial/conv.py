@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtpu.ops.linalg.matmul import contract, precision_of
-from torchtpu.ops.registry import jax, jnp, lax, like, lowering, opmath
-from torchtpu.runtime import _C
+from torchtpu.ops.registry import jax, jnp, lax, like, lowering, opmath, suggest_memory_format
 
 # Below this many output pixels XLA:CPU's convolution costs up to 140 times torch's, while copied patches and one dot
 # cost the same; above, the patches no longer fit the cache.
@@ -159,7 +158,7 @@ def _infer_convolution(
 
 
 def _memory_format(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    formats = [_C.suggest_memory_format(input), _C.suggest_memory_format(weight)]
+    formats = [suggest_memory_format(input), suggest_memory_format(weight)]
     return next((found for found in formats if found is not torch.contiguous_format), torch.contiguous_format)
 
 

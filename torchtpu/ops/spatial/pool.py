@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtpu.ops.registry import jnp, lax, lowering, opmath
-from torchtpu.runtime import _C
+from torchtpu.ops.registry import jnp, lax, lowering, opmath, suggest_memory_format
 
 _MOST_SLICES = 32
 
@@ -212,7 +211,7 @@ def _avg_pool_backward(grad: Any, windows: list[Windows], count_include_pad: boo
 def _infer_unpool2d(self: torch.Tensor, indices: torch.Tensor, output_size: Any) -> torch.Tensor:
     """PyTorch's meta kernel forgets the memory format."""
     made = torch.ops.aten.max_unpool2d(self, indices, output_size)
-    return made if self.dim() < 4 else made.contiguous(memory_format=_C.suggest_memory_format(self))
+    return made if self.dim() < 4 else made.contiguous(memory_format=suggest_memory_format(self))
 
 
 @lowering("max_unpool2d", infer=_infer_unpool2d)
