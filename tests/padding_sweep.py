@@ -21,7 +21,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -275,10 +274,13 @@ def document(verdicts: dict[str, Verdict]) -> str:
         [
             "# Ops that are compiled for each size",
             "",
-            f"Written by `python tests/padding_sweep.py --results FILE --document docs/padding.md` on {date.today()}, with "
-            f"PyTorch {torch.__version__.partition('+')[0]}. It tries the sizes of PyTorch's own samples from {LEAST_SIZE} to "
-            f"{ROOM - 2}, on arrays of {ROOM}. Where dimensions of one sample are equal by chance, they change together, "
-            "and an op may be listed that is served elsewhere.",
+            (
+                "Written by `python tests/padding_sweep.py --results FILE --document docs/padding.md` with "
+                f"PyTorch {torch.__version__.partition('+')[0]}. "
+                f"It tries the sizes of PyTorch's own samples from {LEAST_SIZE} to {ROOM - 2}, on arrays of {ROOM}. "
+                "Where dimensions of one sample are equal by chance, they change together, "
+                "and an op may be listed that is served elsewhere."
+            ),
             "",
             f"{counts}.",
             "",
