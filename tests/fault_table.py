@@ -66,7 +66,7 @@ def loading(patch: pytest.MonkeyPatch) -> None:
 
 def all_by_engine(patch: pytest.MonkeyPatch) -> None:
     """The recorder repeats no launch without the engine."""
-    patch.setattr(startup.engine()._executor, "_may_be_direct", lambda device: False)
+    patch.setattr(startup.engine()._executor, "may_launch_directly", lambda work: False)
     _C.forget_direct_launches()
 
 

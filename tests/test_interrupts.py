@@ -319,11 +319,13 @@ def test_a_signal_that_waits_reaches_the_wakeup_descriptor_and_the_handler_of_th
     heard = []
     execute = client.execute
     def resetting(*args):
-        signal.signal(signal.SIGTERM, lambda *_: heard.append("new"))
+        if threading.current_thread() is threading.main_thread():
+            client.execute = execute
+            signal.signal(signal.SIGTERM, lambda *_: heard.append("new"))
         return execute(*args)
     client.execute = resetting
-    step()
-    client.execute = execute
+    while client.execute is resetting:
+        step()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.01)
     print(heard)

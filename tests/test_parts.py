@@ -35,7 +35,7 @@ def launched(engine: Engine, executable: Any, record: Record, inputs: Any = None
 def run_in_parts(engine: Engine, program: Program, ends: list[int], work: Work) -> list[Part]:
     parts = split(program, ends)
     executables = [compile_(engine, part.program) for part in parts]
-    Sequence(program, parts, executables.__getitem__).run(work, engine.launch)
+    Sequence(program, parts, executables.__getitem__).run(work, engine._executor.launch)
     return parts
 
 
@@ -130,7 +130,7 @@ def test_a_part_that_fails_fails_what_depends_on_it(engine: Engine) -> None:
     executables = [compile_(engine, part.program) for part in parts]
     executables[1].run = None
     work = launched(engine, None, record)
-    Sequence(program, parts, executables.__getitem__).run(work, engine.launch)
+    Sequence(program, parts, executables.__getitem__).run(work, engine._executor.launch)
     assert list(work.kept) == [0] and "could not be launched" in str(work.error)  # what is not kept fails
 
 

@@ -140,9 +140,10 @@ def test_comments_and_the_place_of_a_models_code_change_no_key(folder: Path) -> 
 
 DEEP = """
 import sys, torch
-from torchtpu import metrics
+from torchtpu import config, metrics
 from torchtpu.runtime.partition import clusters
-clusters._HOT, clusters._MS_A_LAUNCH = 5, float("inf")  # launches after which a region is compiled whole
+clusters._HOT, clusters.MS_A_LAUNCH = 5, float("inf")  # launches after which a region is compiled whole
+config.set(compare="always")
 layers = [m for _ in range(12) for m in (torch.nn.Linear(16, 16), torch.nn.LayerNorm(16), torch.nn.GELU())]
 model = torch.nn.Sequential(*layers).to("tpu")
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

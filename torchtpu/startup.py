@@ -126,6 +126,9 @@ class LazyEngine:
     def waiting(self, info: str, seconds: float) -> None:
         """Logged by the engine; before it starts, the wait is for its start."""
 
+    def waited(self) -> None:
+        """Nothing was shown of that wait."""
+
 
 class _Process:
     """This process's relation to the device; written by the fork handlers only."""

@@ -282,8 +282,10 @@ class RegionVariants:
     def _has_time_for(self, config: Config) -> bool:
         if self._builder.knob("compare") == "always":
             return True
-        is_whole = config[-1] == _WHOLE and self._clusters is not None
-        compile_ms = self._clusters.hot * MS_A_LAUNCH if is_whole else self._compile_ms[config[:-1]]
+        if config[-1] == _WHOLE and self._clusters is not None:
+            compile_ms = self._clusters.hot * MS_A_LAUNCH
+        else:
+            compile_ms = self._compile_ms[config[:-1]]
         return self._builder.spare_time.has_room_for(compile_ms)
 
     def has_to_be_usual(self) -> bool:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from .direct import ALWAYS
-from .executable import Launchable, LaunchContext
+from .executable import DirectlyLaunchable, Launchable, LaunchContext
 
 Config = tuple[str, ...]  # what is unusual about a variant; () names the usual one
 FIRST: Config = ("first",)  # the usual one in the first tier
@@ -106,7 +106,7 @@ class Autotuner:
     def resume(self, work: Any, context: LaunchContext, stopped: Any) -> None:
         """Goes on with a direct launch; tells the work what came of it."""
         with context.recovering(work):
-            self.variant.resume(work, context, stopped)
+            cast("DirectlyLaunchable", self.variant).resume(work, context, stopped)
 
     def _count_direct(self) -> None:
         """Counts the launches since the last time that were direct."""

@@ -13,7 +13,7 @@ from torchtpu.runtime import _C
 ALWAYS = 1 << 62  # launches
 
 
-class Numbers(NamedTuple):
+class StepNumbers(NamedTuple):
     """A program's run-time numbers: those at these places among the work's (None: all), and constants after them."""
 
     taken: tuple[int, ...] | None = None
@@ -28,8 +28,8 @@ class Step(NamedTuple):
     inputs: Sequence[int]
     outputs: Sequence[int]
     dying: Sequence[int]
-    floats: Numbers | None
-    ints: Numbers | None
+    floats: StepNumbers | None
+    ints: StepNumbers | None
 
 
 def make(client: Any, context: Any, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int) -> _C.DirectLaunch:

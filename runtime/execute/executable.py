@@ -21,7 +21,7 @@ from torchtpu.runtime.lowering.views import Digit, fits
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
 
-from .direct import ALWAYS, Numbers, Step
+from .direct import ALWAYS, Step, StepNumbers
 from .sequence import Sequence as Parts
 
 Enqueued = tuple[list[Any], Any]  # the arrays of a launch, and what is waited for
@@ -210,7 +210,7 @@ class Executable:
         if self._direct is None:
             arrays = range(len(self.inputs) + len(self.kind_of))
             made = arrays[len(self.inputs) :]
-            floats, ints = (None if numbers is None else Numbers() for numbers in (work.floats, work.ints))
+            floats, ints = (None if numbers is None else StepNumbers() for numbers in (work.floats, work.ints))
             step = Step(self, arrays[: len(self.inputs)], made, (), floats, ints)
             self._direct = context.repeating([step], made, len(arrays))
         self._direct.grant(ALWAYS)

@@ -19,7 +19,7 @@ from torchtpu.runtime.padding.arrays import PaddedArray
 from torchtpu.runtime.partition.pieces import Piece
 from torchtpu.runtime.partition.split import Part
 
-from .direct import ALWAYS, Numbers, Step
+from .direct import ALWAYS, Step, StepNumbers
 
 Restored = tuple[Base, Any, Any]
 
@@ -109,8 +109,8 @@ class Sequence:
             inputs, outputs, dying = (
                 [places[value] for value in values] for values in (part.inputs, part.outputs, self._dying[number])
             )
-            floats = Numbers(part.floats) if part.floats else None
-            ints = Numbers(part.ints, part.offsets) if part.ints or part.offsets else None
+            floats = StepNumbers(part.floats) if part.floats else None
+            ints = StepNumbers(part.ints, part.offsets) if part.ints or part.offsets else None
             program = executable.at(list(part.offsets)) if executable.offsets else executable
             steps.append(Step(program, inputs, outputs, dying, floats, ints))
         return steps, [places[value] for value in self._outputs], len(places)

@@ -60,9 +60,10 @@ COSTS: Mapping[str, MaterializationCosts] = {
 class StoredCall(Protocol):
     """An op of the program: its fragment, the values that it reads and those that it makes, with their sizes."""
 
-    fragment: Fragment
-    made: Sequence[Result | Write]
-
+    @property
+    def fragment(self) -> Fragment: ...
+    @property
+    def made(self) -> Sequence[Result | Write]: ...
     @property
     def compares(self) -> bool: ...
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import queue
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 import torch.library
 
 from torchtpu.ops.registry import LOWERINGS, Lowering
@@ -260,6 +262,25 @@ def _finishing(calls: Sequence[CollectiveCall]) -> Iterator[None]:
         _totals.milliseconds += (time.perf_counter() - started) * 1e3
         for call in calls:
             call.error = failure
+            call.finished.set()
+
+
+def await_end(call: CollectiveCall, seconds: float | None = None) -> bool:
+    """Waits until a call, whose region is cut, has run or failed; False where that takes longer."""
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    while not call.finished.wait(max(0.0, min(_IDLE_SECONDS, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return False
+        if not _C.stats()["queue"]:  # nothing is left that would run it: an op before it failed
+            _drop(call)
+    return True
+
+
+def _drop(call: CollectiveCall) -> None:
+    for ticket, waiting in list(_waiting.items()):
+        if waiting is call:
+            del _waiting[ticket]
+            call.error = dist.DistBackendError(f"{call} did not run, since an op before it failed")
             call.finished.set()
 
 

@@ -24,7 +24,7 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.spmd.regions import Proposal, VoteResult
 
 from .call import CollectiveCall
-from .calls import record, stop_waiting, whole
+from .calls import await_end, record, stop_waiting, whole
 from .flight import recorder
 from .gloo import Gloo, connect
 from .lowering import is_compiled
@@ -240,7 +240,7 @@ class Group:
     def barrier(self) -> Any:
         call = self._call("barrier", "barrier", torch.clone)
         record(call, torch.zeros(1, device="tpu"), [1])
-        return self._done([call], [], call.finished.wait)
+        return self._done([call], [], functools.partial(await_end, call))
 
     def start_coalescing(self) -> None:
         self._coalesced = []
@@ -266,12 +266,12 @@ class Group:
     def drain(self, seconds: float | None = None) -> bool:
         """Waits until every call has run or one has failed; False where that takes longer."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        _C.cut_all()
         with self._lock:
             unfinished = list(self._unfinished)
+        _C.cut_all()
         for call in unfinished:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not call.finished.wait(left):
+            if not await_end(call, left):
                 return False
         if self._error is None:
             self._transport.finish_sends()

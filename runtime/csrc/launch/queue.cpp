@@ -190,10 +190,10 @@ void start_threads() {
   }
 }
 
-// What fails without being launched, as an earlier region has, waits for no compile.
+// What fails without being launched, as an earlier region has, waits for no compile, but where ranks wait for it.
 bool is_launchable(const Work& work) {
   if (!work.plan || work.plan->state != Plan::kNew) return true;
-  return work.plan->is_planned && work.transaction->error;
+  return work.plan->is_planned && !work.plan->has_effects && work.transaction->error;
 }
 
 bool is_pending(const Buffer& buffer) { return buffer.state.load(std::memory_order_acquire) == BufferState::kPending; }
@@ -272,7 +272,7 @@ void call_engine(const WorkRef& work) {
     } catch (python_error& error) {
       work_failed(*work, work->plan && work->plan->error ? work->plan->error : error.value);
     }
-    work->inputs.clear();
+    if (work->ahead == Ahead::kNo) work->inputs.clear();  // else it may have to be launched again
     drain_decrefs();  // before younger arrays come: the garbage collector would look at both
   }
   work->finished_at = seconds_now();

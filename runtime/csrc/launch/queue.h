@@ -30,6 +30,7 @@ struct Plan {
   std::atomic<State> state{kNew};
   std::atomic<bool> is_planned{false};  // the engine has seen it: one that is not ready then involves no other rank
   std::atomic<bool> is_quick{false};    // its last launch took so little time that a reading thread may do the next
+  bool has_effects = false;             // an op of it does more than make its results: other ranks take part in it
   bool is_pure = false;                 // a launch makes new values, and has no other effect
   PyObject* executable = nullptr;       // written before state becomes kReady
   PyObject* error = nullptr;            // written before state becomes kFailed

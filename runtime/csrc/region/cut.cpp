@@ -69,10 +69,14 @@ int64_t total_bytes(const std::vector<BaseRef>& bases) {
   return bytes;
 }
 
-bool is_pure(const Node* end, const std::vector<int32_t>& outputs) {
+bool has_effects(const Node* end) {
   for (const Node* node = end; node->info; node = node->parent) {
-    if (node->info->runs_once) return false;
+    if (node->info->runs_once) return true;
   }
+  return false;
+}
+
+bool writes_nothing(const Node* end, const std::vector<int32_t>& outputs) {
   Versions versions = versions_of(end);
   return std::none_of(outputs.begin(), outputs.end(), [&](int32_t value) {
     int32_t root = oldest(versions, value);
@@ -193,7 +197,8 @@ std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, 
   plan->output_bytes = total_bytes(plan->output_bases);
   plan->outputs = std::move(outputs);
   plan->donated = std::move(donated);
-  plan->is_pure = is_pure(r.at, plan->outputs);
+  plan->has_effects = has_effects(r.at);
+  plan->is_pure = !plan->has_effects && writes_nothing(r.at, plan->outputs);
   plan->line = line;
   if (runtime.policy.is_frozen) plan->nearest = describe_nearest(r.at);
   enqueue_plan(plan);

@@ -117,7 +117,7 @@ const Dtype& dtype_of(PyObject* dtype) {
 }
 
 // A tensor, or a run-time number, that an op is given.
-struct Slot {
+struct Operand {
   enum Kind : uint8_t { kTensor, kFloat, kInt } kind;
   int64_t value = kNothing;
   int64_t number = -1;   // a run-time number, or the one that says where the tensor begins
@@ -128,7 +128,7 @@ struct Slot {
 struct Target {
   int64_t value;
   size_t slot;  // of the tensor that is written
-  Slot place;
+  Operand place;
 };
 
 }  // namespace
@@ -137,7 +137,7 @@ struct Divider::Call {
   size_t place;  // of the op
   int element;   // of its lists; -1 where they are not taken apart
   std::shared_ptr<Sign> sign;
-  c10::SmallVector<Slot, 4> slots;
+  c10::SmallVector<Operand, 4> slots;
   c10::SmallVector<int64_t, 2> made;
   c10::SmallVector<Target, 1> targets;
   c10::SmallVector<int64_t, 1> unread;  // values of which only the shape is taken
@@ -224,7 +224,7 @@ class Reader {
       both('N');
     } else if (is_a(given, f.operand)) {
       both('T');
-      Slot slot{Slot::kTensor};
+      Operand slot{Operand::kTensor};
       auto value = get(given, f.value);
       if (!value.is_none()) slot.value = as_int(value.ptr());
       tensor(given, slot);
@@ -270,7 +270,7 @@ class Reader {
     const Fields& f = fields();
     auto kind = get(given, f.kind);
     bool is_float = PyUnicode_READ_CHAR(kind.ptr(), 0) == 'f';
-    Slot slot{is_float ? Slot::kFloat : Slot::kInt};
+    Operand slot{is_float ? Operand::kFloat : Operand::kInt};
     slot.number = as_int(get(given, f.index).ptr());
     call_.slots.push_back(slot);
     return is_float ? 'F' : 'I';
@@ -290,7 +290,7 @@ class Reader {
   }
 
   // A tensor's geometry, and in `slot` where it begins.
-  void tensor(PyObject* given, Slot& slot) {
+  void tensor(PyObject* given, Operand& slot) {
     const Fields& f = fields();
     const Dtype& dtype = dtype_of(get(given, f.dtype).ptr());
     int64_t taken = ints(get(given, f.sizes).ptr()) * dtype.itemsize;
@@ -341,7 +341,7 @@ class Reader {
     put(text_, arg);
     put(text_, item);
     both(get(given, f.replaces).ptr() == Py_True ? 'r' : '-');
-    Target target{as_int(get(given, f.value).ptr()), 0, Slot{Slot::kTensor}};
+    Target target{as_int(get(given, f.value).ptr()), 0, Operand{Operand::kTensor}};
     tensor(given, target.place);
     auto of = [&](const Where& w) { return w.arg == arg && w.item == item; };
     auto found = std::find_if(where_.begin(), where_.end(), of);
@@ -423,7 +423,7 @@ class Numbers {
   std::vector<int64_t> inputs, made, floats, ints, offsets;
 };
 
-void put_offset(std::string& text, const Slot& slot, Numbers& numbers) {
+void put_offset(std::string& text, const Operand& slot, Numbers& numbers) {
   if (slot.number >= 0) {
     text += 'l';
     put(text, Numbers::place_of(numbers.ints, slot.number));
@@ -437,12 +437,12 @@ void put_offset(std::string& text, const Slot& slot, Numbers& numbers) {
 
 void put_call(std::string& text, const Call& call, Numbers& numbers) {
   put(text, call.sign->number);
-  for (const Slot& slot : call.slots) {
-    if (slot.kind == Slot::kTensor) {
+  for (const Operand& slot : call.slots) {
+    if (slot.kind == Operand::kTensor) {
       put(text, numbers.read(slot.value));
       put_offset(text, slot, numbers);
     } else {
-      put(text, Numbers::place_of(slot.kind == Slot::kFloat ? numbers.floats : numbers.ints, slot.number));
+      put(text, Numbers::place_of(slot.kind == Operand::kFloat ? numbers.floats : numbers.ints, slot.number));
     }
   }
   numbers.made.insert(numbers.made.end(), call.made.begin(), call.made.end());
@@ -454,7 +454,8 @@ void put_call(std::string& text, const Call& call, Numbers& numbers) {
 
 uint64_t mark_of(const Call& call) {
   uint64_t hash = call.sign->hash;
-  for (const Slot& slot : call.slots) hash = finished(hash + (slot.kind == Slot::kTensor && slot.value == kNothing));
+  for (const Operand& slot : call.slots)
+    hash = finished(hash + (slot.kind == Operand::kTensor && slot.value == kNothing));
   return hash;
 }
 
@@ -509,9 +510,9 @@ std::vector<Call> Divider::calls_of(const py::tuple& ops) {
   };
   auto is_apart = [&](const std::vector<Call>& row) {
     for (size_t e = 0; e < row.size(); e++) {
-      for (const Slot& slot : row[e].slots) {
+      for (const Operand& slot : row[e].slots) {
         auto home = homes.find(slot.value);
-        if (slot.kind == Slot::kTensor && home != homes.end() && home->second != e) return false;
+        if (slot.kind == Operand::kTensor && home != homes.end() && home->second != e) return false;
       }
     }
     return true;
@@ -597,15 +598,15 @@ py::list Divider::divide(const py::object& program) {
     for (const Target& target : call.targets) is_wanted |= is_needed[at(target.value)];
     if (!is_wanted) continue;
     c10::SmallVector<int64_t, 4> read;
-    auto note = [&](const Slot& slot) {
-      if (slot.kind != Slot::kTensor || slot.value == kNothing) return;
+    auto note = [&](const Operand& slot) {
+      if (slot.kind != Operand::kTensor || slot.value == kNothing) return;
       read.push_back(slot.value);
       is_needed[at(slot.value)] = 1;
     };
     for (uint32_t number : call.sign->used) note(call.slots[number]);
     for (const Target& target : call.targets) note(call.slots[target.slot]);
-    for (Slot& slot : call.slots) {
-      if (slot.kind != Slot::kTensor || slot.value == kNothing) continue;
+    for (Operand& slot : call.slots) {
+      if (slot.kind != Operand::kTensor || slot.value == kNothing) continue;
       if (std::find(read.begin(), read.end(), slot.value) != read.end()) continue;
       call.unread.push_back(slot.value);
       slot.value = kNothing;
@@ -621,8 +622,8 @@ py::list Divider::divide(const py::object& program) {
   std::vector<int64_t> last(num_inputs + num_values, -1);  // the piece that reads a value last
   for (size_t place = 0, piece = 0; place < kept.size(); place++) {
     if (place == ends[piece]) piece++;
-    for (const Slot& slot : kept[place].slots) {
-      if (slot.kind == Slot::kTensor && slot.value != kNothing) last[at(slot.value)] = static_cast<int64_t>(piece);
+    for (const Operand& slot : kept[place].slots) {
+      if (slot.kind == Operand::kTensor && slot.value != kNothing) last[at(slot.value)] = static_cast<int64_t>(piece);
     }
   }
 

@@ -68,7 +68,7 @@ def _infer_batch_norm(
     lacks_statistics = not training and (running_mean is None or running_var is None)
     if made is None or lacks_statistics or (training and input.numel() == input.shape[1]):
         arguments = input, weight, bias, running_mean, running_var, training, momentum, eps
-        return torch.ops.aten.native_batch_norm(*arguments)  # type: ignore[no-any-return]
+        return torch.ops.aten.native_batch_norm(*arguments)
     dtype = get_computation_dtype(input.dtype)
     return made, *(input.new_empty(input.shape[1], dtype=dtype) for _ in range(2))
 

@@ -35,7 +35,7 @@ def _infer_stack(tensors: Any, dim: int = 0) -> torch.Tensor:
 
     if not -first.dim() - 1 <= dim <= first.dim() or not all(map(is_usual, tensors)):
         return torch.stack(tensors, dim)
-    return first.new_empty((*first.shape[:place], len(tensors), *first.shape[place:]))  # type: ignore[no-any-return]
+    return first.new_empty((*first.shape[:place], len(tensors), *first.shape[place:]))
 
 
 @lowering("stack", "_stack", infer=_infer_stack)
