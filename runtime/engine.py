@@ -185,13 +185,15 @@ class Engine:
                     raise
                 failed.append((what, error))
                 continue
-            ready.add_done_callback(functools.partial(self._settle, plan, ways, failed, what))
+            ready.add_done_callback(functools.partial(self._settle, [(plan, ways, failed, what)]))
             return
 
     def _settle(
-        self, plan: Any, ways: Iterator[Way], failed: list[tuple[str, Exception]], what: str, made: Future[Any]
+        self, waiting: list[tuple[Any, Iterator[Way], list[tuple[str, Exception]], str]], made: Future[Any]
     ) -> None:
-        """Tells the plan what was made, or goes on to the next way; whatever is raised meanwhile fails the plan."""
+        """Tells the plan that waits what was made, or goes on to the next way; whatever is raised meanwhile fails the
+        plan. What was made may serve many regions, and is kept: nothing of them is kept with it."""
+        plan, ways, failed, what = waiting.pop()
         with failing(lambda error: plan.failed(_unlowered(error, plan.line, plan.run))):
             self._made(plan, ways, failed, what, made)
 

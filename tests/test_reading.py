@@ -250,6 +250,7 @@ def test_numbers_that_stay_the_same_are_uploaded_once(monkeypatch: pytest.Monkey
     x = torch.ones(3, device="tpu")
     x.cpu()
     client, uploaded = startup.engine().client, []
+    assert client.array_type  # which it finds by an upload
     real = client.upload
 
     def upload(tensor: torch.Tensor, device: int) -> Any:
