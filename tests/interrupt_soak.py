@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -242,7 +243,8 @@ class Soak:
         )  # what is raised in the first line of a torch.no_grad() leaves it off, on any device
         self.counts["steps"] += done
         if caught is None:
-            self._fail("swallowed", f"{sender.raised!r} was swallowed")
+            frames = traceback.format_tb(sender.raised.__traceback__) if sender.raised is not None else []
+            self._fail("swallowed", f"{sender.raised!r} was swallowed\n{''.join(frames)}")
         elif caught is not sender.raised:
             self._fail("changed", f"{sender.raised!r} became {caught!r}")
         self._compare(before, used, done)
