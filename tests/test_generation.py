@@ -58,7 +58,7 @@ def test_a_decoding_loop_with_a_static_cache_compiles_nothing_after_two_tokens(i
     assert sum(compiled[2:]) == 0
 
 
-def test_generate_with_a_static_cache_compiles_a_few_small_programs_for_all_lengths() -> None:
+def test_generate_with_a_static_cache_compiles_a_few_small_programs_for_all_lengths(in_one_tier: None) -> None:
     """Its tokens, positions and masks grow by `torch.cat`; the model that gets the last of each is compiled once."""
     counts: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ class Held:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    _C.forget_streams()
+def held(monkeypatch: pytest.MonkeyPatch, in_one_tier: None) -> Iterator[Held]:
+    gc.collect()  # what is compiled is known for as long as anything holds it
     startup.engine().compiler.forget()
     found, compiler = Held(), startup.engine().compiler
     real = compiler._load_or_compile

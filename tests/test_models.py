@@ -136,7 +136,7 @@ def saved(value: Any) -> io.BytesIO:
 
 
 @pytest.mark.parametrize("name", ["torch.llama", "qwen2", "bert"])
-def test_a_state_dict_and_a_copy_hold_the_same_model(name: str) -> None:
+def test_a_state_dict_and_a_copy_hold_the_same_model(name: str, in_one_tier: None) -> None:
     model, inputs = build(name)
     model.eval().to("tpu")
     inputs = moved(inputs, "tpu")

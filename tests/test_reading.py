@@ -258,9 +258,9 @@ def test_numbers_that_stay_the_same_are_uploaded_once(monkeypatch: pytest.Monkey
         return real(tensor, device)
 
     monkeypatch.setattr(client, "upload", upload)
-    for factor in (1.5, 1.5, 2.5, 2.5, 1.5):
+    for factor in (1.625, 1.625, 2.625, 2.625, 1.625):  # as in no other test
         assert (x * factor).tolist() == [factor] * 3
-    assert uploaded == [[1.5], [2.5], [1.5]]
+    assert uploaded == [[1.625], [2.625], [1.625]]
 
 
 def test_a_small_program_is_compiled_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
