@@ -1,4 +1,4 @@
-"""Sorting on platform cpu has PyTorch's order and positions, with NaNs and equal elements."""
+"""Sorting on platform cpu has PyTorch's order and positions, with NaNs and equal elements, and so has searching."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def test_sorting_keeps_equal_elements_in_order_and_nans_last(dtype: torch.dtype,
         if dtype.is_floating_point:
             signs = made.values.cpu().signbit(), expected.values.signbit()
             assert torch.equal(*(sign & ~expected.values.isnan() for sign in signs))
+
+
+@pytest.mark.parametrize("tests", [[], [1.0], [2.0, 3.0, 1.0]])
+@pytest.mark.parametrize("invert", [False, True])
+def test_whether_a_number_is_among_others_is_one_truth_value(tests: list[float], *, invert: bool) -> None:
+    x = torch.tensor(tests)
+    expected, made = torch.isin(1.0, x, invert=invert), torch.isin(1.0, x.to("tpu"), invert=invert)
+    assert (made.shape, made.dtype, made.item()) == ((), torch.bool, expected.item())

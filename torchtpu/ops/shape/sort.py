@@ -203,7 +203,7 @@ def _common_dtype(sequence: Any, x: Any) -> Any:
     return jnp.dtype("float32") if is_float and not jnp.issubdtype(sequence.dtype, jnp.floating) else sequence.dtype
 
 
-@lowering("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor")
+@lowering("isin.Tensor_Tensor", "isin.Tensor_Scalar")
 def isin(elements, tests, *, assume_unique=False, invert=False):
     elements, tests = jnp.asarray(elements), jnp.asarray(tests)
     common = jnp.promote_types(elements.dtype, tests.dtype)
@@ -215,6 +215,16 @@ def isin(elements, tests, *, assume_unique=False, invert=False):
         at = jnp.minimum(_positions(ordered, elements, right=False), tests.size - 1)
         found = ordered[at] == elements
     return ~found if invert else found
+
+
+def _infer_scalar_isin(element, tests, *flags, **named):
+    """One truth value; torch's own shape function leaves its shape to the kernel."""
+    return tests.new_empty((), dtype=torch.bool)
+
+
+@lowering("isin.Scalar_Tensor", infer=_infer_scalar_isin)
+def scalar_isin(element, tests, *, assume_unique=False, invert=False):
+    return isin(element, tests, assume_unique=assume_unique, invert=invert)
 
 
 # Histograms
