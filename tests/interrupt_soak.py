@@ -36,7 +36,12 @@ STEPS_AFTER = 20
 BATCHES = 8
 
 # What is raised in these files, or in a __del__, PyTorch or Python itself logs and drops, on any device.
-SWALLOWS = str(Path("torch", "autograd", "profiler.py")), "weakref.py", "_weakrefset.py"
+SWALLOWS = (
+    str(Path("torch", "autograd", "profiler.py")),
+    str(Path("torch", "_dynamo", "guards.py")),
+    "weakref.py",
+    "_weakrefset.py",
+)
 
 
 class Failure(Exception):
@@ -159,6 +164,7 @@ class Sender:
             self.num_repeated += 1
             return
         self.raised = self._kind(self.sent.total())
+        self.raised.add_note("".join(traceback.format_stack(frame, 3)))
         raise self.raised
 
     def start(self) -> None:
@@ -243,8 +249,7 @@ class Soak:
         )  # what is raised in the first line of a torch.no_grad() leaves it off, on any device
         self.counts["steps"] += done
         if caught is None:
-            frames = traceback.format_tb(sender.raised.__traceback__) if sender.raised is not None else []
-            self._fail("swallowed", f"{sender.raised!r} was swallowed\n{''.join(frames)}")
+            self._fail("swallowed", f"{sender.raised!r} was swallowed\n{''.join(sender.raised.__notes__)}")
         elif caught is not sender.raised:
             self._fail("changed", f"{sender.raised!r} became {caught!r}")
         self._compare(before, used, done)
