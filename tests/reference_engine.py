@@ -126,6 +126,9 @@ class ReferenceEngine:
     def waiting(self, info: str, seconds: float) -> None:
         """Nobody logs under test."""
 
+    def waited(self) -> None:
+        """Nothing was logged."""
+
 
 class IdleEngine(ReferenceEngine):
     """Counts programs and launches, keeps no program, and computes nothing: each value is the zeros of its base."""
