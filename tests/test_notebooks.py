@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ print(while_it_lasts, waits.line)
 
 
 @pytest.fixture
-def shell() -> Any:
+def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
     from IPython.core.interactiveshell import InteractiveShell
 
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # a shell takes its place, and empties it
     made = InteractiveShell()
     made.user_ns["torch"] = torch
     yield made
