@@ -112,7 +112,7 @@ class DryRun:
 
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
-        self.counters.launches += 1
+        self.counters.launched.add("usual")
         dry: DryExecutable = work.executable
         if dry.tickets:
             self._collectives.launch([number_of(ticket, work) for ticket in dry.tickets], lambda: None)

@@ -127,7 +127,7 @@ class Engine:
         first = None if journal or process_group else FIRST_TIERS.get(platform)
         self._piece_layouts = Layouts(is_special)
         self._variants = VariantBuilder(
-            self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first, self._pad_piece
+            self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first, self._pad_piece, planned
         )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)

@@ -14,6 +14,7 @@ import torch
 from record_support import Record
 from test_engine import make_engine
 
+import torchtpu
 from torchtpu import config, metrics, startup
 from torchtpu.runtime import _C
 from torchtpu.runtime.engine import Engine
@@ -134,6 +135,44 @@ def test_a_list_that_grows_compiles_nothing_in_the_end() -> None:
     assert metrics.snapshot()["programs_compiled"] - before <= 2
     assert metrics.snapshot()["regions_in_pieces"] > 0
     assert [k[0].item() for k in kept] == list(range(24))
+
+
+def test_programs_and_launches_are_counted_by_tier(in_pieces: None) -> None:
+    before = metrics.snapshot()
+    with torchtpu.explain() as explanation:
+        for i in range(6):
+            x = torch.full((7, 13), 1.5 + i, device="tpu")
+            ((x.tanh() * 3).cumsum(1) - 2).softmax(1).sum(0).tolist()
+    after = metrics.snapshot()
+
+    def made(tier: str, what: str) -> float:
+        return after["tiers"].get(tier, {}).get(what, 0) - before["tiers"].get(tier, {}).get(what, 0)
+
+    for what, total in (("programs", "programs_compiled"), ("launches", "launches")):
+        assert sum(made(tier, what) for tier in after["tiers"]) == after[total] - before[total] > 0
+    assert made("pieces", "launches") >= 12
+    (row,) = (row for row in explanation.data["tiers"] if row["tier"] == "pieces")
+    assert row["launches"] == made("pieces", "launches")
+    assert {region["tier"] for region in explanation.data["regions"]} == {"pieces"}
+    assert f"pieces: {row['programs']} programs" in str(explanation)
+
+
+def test_a_new_piece_of_a_known_stream_is_a_recompilation(in_pieces: None) -> None:
+    def lap(columns: int) -> None:
+        x = torch.ones(3, columns, device="tpu")
+        for _ in range(8):
+            x = x.cumsum(0) * 2
+        x.logsumexp(0).tolist()
+
+    _C.forget_streams()
+    with config.using(padding=False):
+        for columns in (21, 22, 23):
+            lap(columns)
+        metrics.reset()
+        lap(24)
+    assert metrics.snapshot()["tiers"]["pieces"]["programs"] > 0
+    counts = metrics.snapshot()["recompilations"]
+    assert any("dimension 1" in reason and "test_division.py" in reason for reason in counts), counts
 
 
 def test_a_loop_of_equal_bodies_costs_one_body() -> None:

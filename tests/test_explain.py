@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import torchtpu
-from torchtpu import metrics, startup
+from torchtpu import config, metrics, startup
 from torchtpu.diagnostics import Explanation
+from torchtpu.runtime import _C
 
 
 def line_of(function: Callable[..., Any], text: str) -> str:
@@ -104,6 +105,26 @@ def test_an_op_without_a_lowering_is_named() -> None:
     assert row["line"] == line_of(fall_back, "unknown(x)")
     assert row["count"] == 1
     assert row["bytes"] == 64
+
+
+def test_a_step_of_many_programs_is_one_step() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to("tpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, device="tpu")).square().mean().backward()
+            optimizer.step()
+            torch.tpu.synchronize()
+
+    _C.forget_streams()
+    with config.using(tiers="pieces"):
+        data = explained(train).data
+    assert data["launches"] > 10
+    assert data["steps"]["unit"] == "optimizer.step"
+    assert data["steps"]["count"] == 4  # between five
+    _C.forget_streams()
 
 
 def test_nothing_is_recompiled_where_nothing_changes() -> None:

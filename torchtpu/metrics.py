@@ -15,21 +15,34 @@ __all__ = ["reset", "snapshot"]
 def snapshot() -> dict[str, Any]:
     """Counts since the start or `reset`.
 
-    ops_recorded, trie_hits, trie_misses, shapes_inferred (what no earlier call answered) and
-    shapes_inferred_on_meta {op: count} (by PyTorch's meta kernels, most of them Python), trie_nodes, trie_plans,
-    array_shapes, streams_forgotten, regions, cuts {reason: count}, live_buffers, live_nodes, queue and launched_ahead
-    (of earlier regions, for a read) come from the recorder; programs_compiled, compiles_abandoned (nobody wanted
-    them any more), plan_hits_disk, fragment_traces, cache_hits_memory, cache_hits_disk, launches, bytes_uploaded,
-    bytes_downloaded and their like from the engine; regions_in_first_tier were compiled quickly, regions_in_pieces
-    of them in small programs that they share with others, of which regions_promoted were compiled
-    well since; of hot regions regions_climbing and regions_fused were compiled whole and stayed so, programs_swept
-    and variants_kept were timed with other compile options and stayed with them; memory_waits, memory_collections,
-    regions_split, ops_repeated and out_of_memory are what it did for want of memory; recompilations {reason: count}
-    name the op, its line, and what of which argument varied; bailouts {optimisation and error: count} are
-    optimisations that failed, so that their regions run in the plain form; regions_padded serve several sizes that
-    change, and regions_not_padded {cause and line: count} do not; count_reads {op: count} from the ops whose
-    results' shapes depend on data; cpu_fallbacks {op: count} and bytes_fallback from the ops that ran on the CPU;
-    collectives {name: count}, bytes_collectives and collective_ms (what launches waited) from torch.distributed.
+    The recorder's:
+
+    - `ops_recorded`, `trie_hits`, `trie_misses`, `trie_nodes`, `trie_plans`, `array_shapes`, `streams_forgotten`.
+    - `shapes_inferred`: what no earlier call answered; `shapes_inferred_on_meta`: {op: count} of those that PyTorch's
+      meta kernels answered, most of them Python.
+    - `regions`, `cuts` {reason: count}, `live_buffers`, `live_nodes`, `queue`, and `launched_ahead` of earlier regions,
+      for a read.
+
+    The engine's:
+
+    - `programs_compiled`, `compiles_abandoned` (nobody wanted them any more), `compile_ms`, `load_ms`, `lower_ms`,
+      `plan_hits_disk`, `fragment_traces`, `cache_hits_memory`, `cache_hits_disk`, `cache_misses`.
+    - `launches`, `uploads`, `bytes_uploaded`, `downloads`, `bytes_downloaded`.
+    - `tiers`: {tier: {programs, compile_ms, launches}}, the programs compiled and launched as `pieces`, which regions
+      share, `quick`, `usual`, `whole` (regions of repeated parts as one program), and `swept` (other compile options).
+    - `regions_in_first_tier`, of which `regions_in_pieces` are made of pieces and `regions_promoted` have been
+      compiled well since; of hot regions `regions_climbing` were compiled whole and `regions_fused` stayed so;
+      `programs_swept` were timed with other compile options, and `variants_kept` stayed with them.
+    - `recompilations`: {reason: count}, by the op, its line, and what of which argument varied.
+    - `regions_padded` serve several sizes that change, `regions_not_padded` {cause and line: count} do not.
+    - `bailouts`: {optimisation and error: count} of optimisations that failed: their regions run in the plain form.
+    - `memory_waits`, `memory_collections`, `regions_split`, `ops_repeated`, `out_of_memory`: for want of memory.
+
+    Of single ops:
+
+    - `count_reads`: {op: count} of the ops whose results' shapes depend on data.
+    - `cpu_fallbacks` {op: count} and `bytes_fallback` of the ops that ran on the CPU.
+    - `collectives` {name: count}, `bytes_collectives`, and `collective_ms`, which launches waited.
     """
     recompilations = startup.recompilations()
     return {

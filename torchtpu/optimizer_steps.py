@@ -16,6 +16,8 @@ from torchtpu.runtime import _C
 # Of optimizers whose step has begun: how many parameters had a state.
 _num_states: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
+watchers: list[Callable[[Optimizer], Any]] = []  # hear of each step, once it has been recorded
+
 
 def install() -> None:
     """Watches the steps of all optimizers."""
@@ -31,6 +33,8 @@ def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """A step has been recorded."""
     _C.mark_boundary("optimizer.step", _undo_of(optimizer))
+    for watch in watchers:
+        watch(optimizer)
 
 
 def _undo_of(optimizer: Optimizer) -> Callable[[], None] | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torchtpu.compiler_cache import Note
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.device.loaded import About, Loaded
+from torchtpu.runtime.device.loaded import About, Loaded, Tier
 from torchtpu.runtime.device.sizes import show_bytes
 from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.ir.calls import full_name, results_of
@@ -66,11 +66,18 @@ class Builder:
         return plan
 
     def submit(
-        self, program: Program, plan: Plan, device: int, *, is_flat: bool = False, wisher: object = None
+        self,
+        program: Program,
+        plan: Plan,
+        device: int,
+        *,
+        is_flat: bool = False,
+        wisher: object = None,
+        tier: Tier = "usual",
     ) -> Build:
         """Has a program compiled that has this plan; at leisure where there is a `wisher`."""
-        about = about_of(program, plan)
-        note: Note = {"line": program.line, "ops": len(program.ops)}
+        about = about_of(program, plan, tier)
+        note: Note = {"line": program.line, "ops": len(program.ops), "tier": tier}
         flight = self._compiler.submit(plan, device, note, wisher=wisher)
         if self._journal is not None and not plan.options:
             _keep_journal(self._journal, program, is_flat, plan.key.digest, flight)
@@ -84,7 +91,7 @@ class Builder:
         def make_flat() -> Executable:
             self._counters.offset_variants += 1
             plan = self._plans.under(self.find(build.program, is_flat=True), build.plan.options)
-            flat = self.submit(build.program, plan, device, is_flat=True)
+            flat = self.submit(build.program, plan, device, is_flat=True, tier=build.about.tier)
             return Executable(self._client, plan, flat.flight.result(), device, flat.about)
 
         _, plan, about, flight = build
@@ -104,10 +111,11 @@ class Builder:
         return [self.executable(build, device) for build in builds]
 
 
-def about_of(program: Program, plan: Plan) -> About:
+def about_of(program: Program, plan: Plan, tier: Tier = "usual") -> About:
     """What is said of a program."""
     lines = tuple(dict.fromkeys(op.line for op in program.ops))
-    return About(plan.key.digest, program.line, lines, len(program.ops), len(program.donated), _largest(program))
+    counts = len(program.ops), len(program.donated)
+    return About(plan.key.digest, program.line, lines, *counts, _largest(program), tier)
 
 
 def _largest(program: Program) -> str:

@@ -304,11 +304,11 @@ class Compiler:
             self._client.load_lapack()
         if not self._store.keeps:
             self._counters.cache_misses += 1
-            return self._compile(plan, device)
+            return self._compile(plan, device, note)
         built: list[Loaded] = []
 
         def build() -> bytes:
-            built.append(self._compile(plan, device))
+            built.append(self._compile(plan, device, note))
             return self._client.serialize(built[0].executable)
 
         started = time.perf_counter()
@@ -322,20 +322,19 @@ class Compiler:
             self._counters.cache_load_failures += 1
             self._store.discard(plan.key, f"{type(error).__name__}: {error}")
             self._store.get_or_build(plan.key, build, note)
-            return built[0] if built else self._compile(plan, device)
+            return built[0] if built else self._compile(plan, device, note)
         self._counters.cache_hits_disk += 1
         milliseconds = (time.perf_counter() - started) * 1e3
         self._counters.load_ms += milliseconds
         return Loaded(executable, *self._client.memory(executable), "disk", milliseconds)
 
-    def _compile(self, plan: Plan, device: int) -> Loaded:
+    def _compile(self, plan: Plan, device: int, note: Note | None) -> Loaded:
         if not self._may_compile():
             raise NotCompiledError("the program is not compiled, and the policy is frozen")
         started = time.perf_counter()
         executable = self._client.compile(plan.text(), device, plan.homes, plan.options)
         milliseconds = (time.perf_counter() - started) * 1e3
-        self._counters.programs_compiled += 1
-        self._counters.compile_ms += milliseconds
+        self._counters.compiled(str((note or {}).get("tier", "usual")), milliseconds)
         return Loaded(executable, *self._client.memory(executable), "compile", milliseconds)
 
 

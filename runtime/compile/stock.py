@@ -102,9 +102,13 @@ class Stock:
         """The pieces of a program, in order; none where no op of it is needed."""
         return self._divider.divide(program, may_be_padded=may_be_padded)
 
+    def new_among(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The different pieces among these whose programs no region of this process had before."""
+        return [piece for piece in {p.identity: p for p in pieces}.values() if self._recall(piece) is None]
+
     def missing(self, pieces: Sequence[Piece]) -> int:
-        """How many ops the different pieces among these have whose programs no region of this process had before."""
-        return sum(p.num_ops for p in {p.identity: p for p in pieces}.values() if self._recall(p) is None)
+        """How many ops these have."""
+        return sum(piece.num_ops for piece in self.new_among(pieces))
 
     def loss_ms(self, pieces: Sequence[Piece]) -> float:
         """How much longer these take, each launched once, than with the usual options; raises what lowering raises."""
@@ -187,7 +191,7 @@ class Stock:
         different = sorted({piece.identity: piece for piece in pieces}.values(), key=lambda piece: piece.num_ops)
         known = {piece.identity: (piece, self._find(piece)) for piece in different}
         return {
-            identity: self._builder.submit(padded.program if padded else piece.program, plan, device)
+            identity: self._builder.submit(padded.program if padded else piece.program, plan, device, tier="pieces")
             for identity, (piece, (plan, padded, _)) in known.items()
         }
 
@@ -198,7 +202,7 @@ class Stock:
         if known is None or getattr(known, "loaded", None) is not build.flight.result():
             program, plan = piece.program, build.plan
             plan = replace(plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in plan.checks))
-            own = Build(build.program, plan, about_of(program, plan), build.flight)
+            own = Build(build.program, plan, about_of(program, plan, "pieces"), build.flight)
             made, padded = self._builder.executable(own, device), self._find(piece).padded
             known = self._executables[key] = self._builder.padded(padded, made) if padded else made
         return known

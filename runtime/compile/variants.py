@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchtpu.compiler_cache import Key, Store
-from torchtpu.runtime.device.loaded import About, Loaded
+from torchtpu.runtime.device.loaded import About, Loaded, Tier
 from torchtpu.runtime.execute.autotuner import FIRST, Autotuner, Config
 from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
@@ -84,8 +84,8 @@ class SpareTime:
 
 class VariantBuilder:
     """What the variants of all regions are made with. `sweep` is what to try on this platform, `first` is how new
-    programs are compiled there, None where there is nothing; options that could not be compiled once are `refused` from
-    then on."""
+    programs are compiled there, None where there is nothing; `planned` hears of new pieces of regions that are not
+    looked at as a whole; options that could not be compiled once are `refused` from then on."""
 
     def __init__(
         self,
@@ -98,6 +98,7 @@ class VariantBuilder:
         sweep: Sweep | None,
         first: FirstTier | None,
         pad: Pad,
+        planned: Callable[[Program], Any],
     ) -> None:
         self.builder = builder
         self.plans = plans
@@ -108,6 +109,7 @@ class VariantBuilder:
         self.sweep = sweep
         self.first = first
         self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"), pad)
+        self.planned = planned
         self.refused: set[str] = set()
         self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
 
@@ -118,9 +120,14 @@ class VariantBuilder:
         if first is None or not (visits > first.most_visits or is_forced) or not first.may_divide(program, is_forced):
             return []
         pieces = self.stock.divide(program, may_be_padded=visits > first.most_visits)
-        missing = self.stock.missing(pieces)
-        is_known = missing <= first.most_missing * len(program.ops) and not first.is_paid_at_once(program)
-        return self._there(pieces, device) if not missing or is_known or is_forced else []
+        new = self.stock.new_among(pieces)
+        is_known = sum(p.num_ops for p in new) <= first.most_missing * len(program.ops)
+        is_worth_it = is_known and not first.is_paid_at_once(program)
+        found = self._there(pieces, device) if not new or is_worth_it or is_forced else []
+        if found:
+            for piece in new:
+                self.planned(piece.program)
+        return found
 
     def new_pieces(self, program: Program, usual: list[tuple[Program, Plan]], device: int) -> list[Piece]:
         """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""
@@ -377,8 +384,8 @@ class RegionVariants:
                 return self._submitted_pieces()
         if options:
             found = [(program, plans.under(plan, options)) for program, plan in found]
-        wisher = None if is_needed_now else made
-        builds = [builder.submit(program, plan, device, wisher=wisher) for program, plan in found]
+        wish: dict[str, Any] = {"wisher": None if is_needed_now else made, "tier": _tier_of(config)}
+        builds = [builder.submit(program, plan, device, **wish) for program, plan in found]
         asked = (lambda: made) if is_needed_now else weakref.ref(made)
         _when_all(builds, functools.partial(self._tell, config, builds, asked, is_awaited=is_needed_now))
         return made
@@ -440,6 +447,15 @@ class RegionVariants:
         """The milliseconds in which a program compiles, about."""
         loading = self._builder.sweep.loading if self._builder.sweep else 1.0
         return loaded.milliseconds * (loading if loaded.source == "disk" else 1.0)
+
+
+def _tier_of(config: Config) -> Tier:
+    """The tier of a variant that is not made of pieces."""
+    if config == FIRST:
+        return "quick"
+    if not config:
+        return "usual"
+    return "whole" if config == (_WHOLE,) else "swept"
 
 
 def _fail(made: Future[Any], about: About, error: BaseException) -> None:

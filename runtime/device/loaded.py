@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+# What a program is: a piece that regions share, a region compiled quickly, the usual form of one (or of a part of it),
+# a region of repeated parts compiled whole, or one compiled with other options.
+Tier = Literal["pieces", "quick", "usual", "whole", "swept"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class Loaded:
 
 
 class About(NamedTuple):
-    """What is said of a program: its key, its line, all lines of its ops, its size, and its largest result."""
+    """What is said of a program: its key, its line, all lines of its ops, its size, its largest result and its tier."""
 
     identity: str
     line: str
@@ -28,3 +32,4 @@ class About(NamedTuple):
     ops: int
     donated: int
     largest: str
+    tier: Tier = "usual"

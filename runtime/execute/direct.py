@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 def make(client: Any, context: Any, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int) -> _C.DirectLaunch:
     """What launches these steps; `outputs` are the places of the work's own among `num_arrays`, inputs come first."""
-    direct = _C.DirectLaunch(client, context, context.counters, client.array_type, list(outputs), num_arrays)
+    direct = _C.DirectLaunch(client, context, context.counters.launched, client.array_type, list(outputs), num_arrays)
     for step in steps:
         executable = step.executable
         direct.add_step(
@@ -44,6 +44,7 @@ def make(client: Any, context: Any, steps: Sequence[Step], outputs: Sequence[int
             list(step.outputs),
             list(step.dying),
             bool(executable.checks),
+            executable.about.tier,
         )
         if step.floats is not None:
             direct.give_floats(step.floats.taken)

@@ -112,7 +112,7 @@ class Executor:
         if ints:
             arrays.append(self._numbers.of_ints(ints, device))
         outputs, _ = self._client.execute(executable.run, arrays, executable.handlers)
-        self.counters.launches += 1
+        self.counters.launched.add(executable.about.tier)
         return outputs
 
     def _let_repeat(self, work: Any) -> None:
@@ -232,7 +232,7 @@ class Executor:
     ) -> None:
         client, device = self._client, work.device
         outputs, token = launched
-        self.counters.launches += 1
+        self.counters.launched.add(executable.about.tier)
         outcome = fault = None
         if executable.checks:
             outcome = CheckResults(client, outputs.pop(), executable.checks, pending, failed, lambda: work.run)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from torchtpu.runtime import _C
+
 from .bailouts import Bailouts
 
 _MOST_CAUSES = 100
+_BY_TIER = "compiled_by_tier", "launched"
 
 
 @dataclass
@@ -41,7 +44,6 @@ class Counters:
     cache_hits_disk: int = 0
     cache_misses: int = 0
     cache_load_failures: int = 0
-    launches: int = 0
     host_calls: int = 0
     uploads: int = 0
     bytes_uploaded: int = 0
@@ -54,7 +56,21 @@ class Counters:
     ops_repeated: int = 0
     out_of_memory: int = 0
     regions_taken_apart: int = 0
+    compiled_by_tier: dict[str, tuple[int, float]] = field(default_factory=dict)  # programs, milliseconds
+    launched: _C.LaunchCounts = field(default_factory=_C.LaunchCounts)
     bailouts: Bailouts = field(default_factory=Bailouts)
+
+    @property
+    def launches(self) -> int:
+        """The launches of programs."""
+        return self.launched.total()
+
+    def compiled(self, tier: str, milliseconds: float) -> None:
+        """A program of this tier was compiled."""
+        self.programs_compiled += 1
+        self.compile_ms += milliseconds
+        programs, before = self.compiled_by_tier.get(tier, (0, 0.0))
+        self.compiled_by_tier[tier] = programs + 1, before + milliseconds
 
     def not_padded(self, cause: str, line: str) -> None:
         """A program whose sizes keep changing is compiled as it is."""
@@ -65,10 +81,21 @@ class Counters:
     def snapshot(self) -> dict[str, Any]:
         """The totals as a plain dict."""
         texts = {f"{cause} (the region at {line})": count for (cause, line), count in self.regions_not_padded.items()}
-        totals = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**totals, "regions_not_padded": texts, "bailouts": self.bailouts.counts()}
+        totals = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _BY_TIER}
+        own = {"launches": self.launches, "tiers": self._tiers(), "bailouts": self.bailouts.counts()}
+        return {**totals, "regions_not_padded": texts, **own}
+
+    def _tiers(self) -> dict[str, dict[str, float]]:
+        """What was compiled and launched of each tier."""
+        launches = {tier: count for tier, count in self.launched.by_tier().items() if count}
+        found = {}
+        for tier in sorted({*self.compiled_by_tier, *launches}):
+            programs, milliseconds = self.compiled_by_tier.get(tier, (0, 0.0))
+            found[tier] = {"programs": programs, "compile_ms": milliseconds, "launches": launches.get(tier, 0)}
+        return found
 
     def reset(self) -> None:
         """Sets every total to zero."""
         self.bailouts.reset()
-        self.__init__(bailouts=self.bailouts)  # type: ignore[misc]
+        self.launched.reset()  # in place: direct launches count in it
+        self.__init__(bailouts=self.bailouts, launched=self.launched)  # type: ignore[misc]

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
-from torchtpu import startup
+from torchtpu import optimizer_steps, startup
 from torchtpu.diagnostics.differences import makers
 from torchtpu.runtime.telemetry.bailouts import Bailout
 from torchtpu.runtime.telemetry.observers import Called, Launched
@@ -28,6 +29,7 @@ class CompileRecord:
     at: float
     program: Any
     identity: str
+    tier: str = "usual"
     source: str = "pending"
     milliseconds: float = 0.0
     finished: float = 0.0
@@ -103,15 +105,17 @@ class Listener:
         self.rooms: list[Room] = []
         self.bailouts: list[Bailout] = []  # known once it is closed
         self.not_padded: dict[tuple[str, str], int] = dict(startup.engine_counters().regions_not_padded)  # before it
+        self.steps: dict[int, list[float]] = {}  # when each optimizer's steps were recorded
         self.made: list[Made] = []
         self._outputs: dict[str, list[Any]] = {}  # the op that made each output, by program
         self._most_made = 10_000  # before those are dropped of which nothing is alive
         self._waiting: queue.SimpleQueue[LaunchRecord | None] = queue.SimpleQueue()
         self._watcher = threading.Thread(target=self._watch, name="torchtpu-explain", daemon=True)
         self._watcher.start()
+        optimizer_steps.watchers.append(self._note_step)
 
     def planned(self, program: Any, about: Any, flight: Future[Any]) -> None:
-        build = CompileRecord(time.perf_counter(), program, about.identity)
+        build = CompileRecord(time.perf_counter(), program, about.identity, about.tier)
         self.builds.append(build)
         found = makers(program)
         self._outputs[about.identity] = [found.get(value) for value in program.outputs]
@@ -144,6 +148,7 @@ class Listener:
 
     def close(self) -> None:
         """Waits for the launches that were noted."""
+        optimizer_steps.watchers.remove(self._note_step)
         self._waiting.put(None)
         self._watcher.join()
         self.finished = time.perf_counter()
@@ -151,6 +156,9 @@ class Listener:
         self.bailouts = [b for b in counters.bailouts.last if b.at >= self.started]
         counts = {event: n - before.get(event, 0) for event, n in counters.regions_not_padded.items()}
         self.not_padded = {event: n for event, n in counts.items() if n > 0}
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        self.steps.setdefault(id(optimizer), []).append(time.perf_counter())
 
     def _watch(self) -> None:
         while (run := self._waiting.get()) is not None:

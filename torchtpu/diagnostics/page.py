@@ -96,7 +96,10 @@ table('fallbacks', data.fallbacks, [['op', r => r.op], ['dtype', r => r.dtype], 
   ['count', r => r.count], ['bytes', r => r.bytes], ['what to do', r => r.advice]]);
 table('reads', data.reads, [['line', r => r.line], ['count', r => r.count], ['waited ms', r => r.waited_ms],
   ['bytes', r => r.bytes], ['what to do', r => r.advice]]);
+table('tiers', data.tiers, [['tier', r => r.tier], ['programs', r => r.programs], ['build ms', r => r.build_ms],
+  ['launches', r => r.launches], ['device ms', r => r.device_ms]]);
 table('regions', data.regions, [['region', r => r.region], ['first line', r => r.first_line], ['ops', r => r.ops],
+  ['tier', r => r.tier],
   ['launches', r => r.launches], ['device ms', r => r.device_ms],
   ['cut', r => Object.entries(r.cut).map(([k, n]) => `${k} (${n} x)`).join(', ')]]);
 table('builds', data.builds, [['at ms', r => r.at_ms], ['from', r => r.source], ['ms', r => r.build_ms],
@@ -122,6 +125,7 @@ _SECTIONS = (
     ("recompilations", "Recompilations"),
     ("fallbacks", "Ops that ran on the CPU"),
     ("reads", "Reads that waited"),
+    ("tiers", "Tiers"),
     ("regions", "Regions"),
     ("builds", "Builds"),
     ("memory", "Largest live results"),

@@ -28,6 +28,7 @@ def build(listener: Listener) -> dict[str, Any]:
         "wall_ms": _ms(listener.finished - start),
         "launches": len(listener.runs),
         "steps": _steps(listener, spans),
+        "tiers": _tiers(listener, spans),
         "regions": _regions(listener, spans),
         "recompilations": recompilations,
         "fallbacks": _fallbacks(listener),
@@ -94,8 +95,9 @@ def _timeline(listener: Listener, spans: list[tuple[float, float]]) -> dict[str,
 
 
 def _steps(listener: Listener, spans: list[tuple[float, float]]) -> dict[str, Any]:
-    """How the time between two optimizer steps was spent; the whole block where there are not two."""
-    marks = sorted(r.launch.cut_at for r in listener.runs if r.launch.reason == "optimizer.step")
+    """How the time between two steps of an optimizer, of several the one that steps most often, was spent; the whole
+    block where there are not two."""
+    marks = max(listener.steps.values(), key=len, default=[])
     bounds = list(itertools.pairwise(marks)) or [(listener.started, listener.finished)]
     waits = [(r.started, r.started + r.seconds) for r in listener.reads]
     rows = [
@@ -124,6 +126,23 @@ def _overlap(spans: Iterable[tuple[float, float]], begin: float, end: float) -> 
     return total
 
 
+def _tiers(listener: Listener, spans: list[tuple[float, float]]) -> list[dict[str, Any]]:
+    """What was compiled and launched in each tier."""
+    rows: dict[str, dict[str, Any]] = {}
+
+    def row(tier: str) -> dict[str, Any]:
+        return rows.setdefault(tier, {"tier": tier, "programs": 0, "build_ms": 0.0, "launches": 0, "device_ms": 0.0})
+
+    for build in listener.builds:
+        if build.source in ("compile", "disk"):
+            row(build.tier)["programs"] += 1
+            row(build.tier)["build_ms"] += build.milliseconds
+    for run, (begin, end) in zip(listener.runs, spans, strict=True):
+        row(run.launch.about.tier)["launches"] += 1
+        row(run.launch.about.tier)["device_ms"] += _ms(end - begin)
+    return [{**each, **{k: round(each[k], 3) for k in ("build_ms", "device_ms")}} for each in rows.values()]
+
+
 def _regions(listener: Listener, spans: list[tuple[float, float]]) -> list[dict[str, Any]]:
     """One row per program, the longest on the device first."""
     rows: dict[str, dict[str, Any]] = {}
@@ -133,7 +152,14 @@ def _regions(listener: Listener, spans: list[tuple[float, float]]) -> list[dict[
         about = run.launch.about
         row = rows.setdefault(
             about.identity,
-            {"region": about.identity[:8], "line": about.line, "ops": about.ops, "launches": 0, "device_ms": 0.0},
+            {
+                "region": about.identity[:8],
+                "line": about.line,
+                "ops": about.ops,
+                "tier": about.tier,
+                "launches": 0,
+                "device_ms": 0.0,
+            },
         )
         row["launches"] += 1
         row["device_ms"] = round(row["device_ms"] + _ms(end - begin), 3)
@@ -250,6 +276,7 @@ def text(data: dict[str, Any]) -> str:
         f"torchtpu.explain: {data['wall_ms']:.0f} ms, {data['launches']} launches of {len(data['regions'])} regions",
         f"  {steps['count']} x {steps['unit']}: {shares} for the host",
     ]
+    lines += _section("tiers", [_tier_text(t) for t in data["tiers"]])
     lines += _section("recompilations", [_recompilation_text(r) for r in data["recompilations"]])
     lines += _section(
         "fallbacks",
@@ -291,6 +318,13 @@ def _recompilation_text(row: dict[str, Any]) -> str:
     return (
         f"{found['op']} at {_where(found['line'])}: {found['what']}{of}: {change} "
         f"({row['source']} {row['build_ms']:.0f} ms, {row['ops']} ops)\n      {found['advice']}"
+    )
+
+
+def _tier_text(row: dict[str, Any]) -> str:
+    return (
+        f"{row['tier']}: {row['programs']} programs built in {row['build_ms']:.1f} ms, {row['launches']} launches, "
+        f"{row['device_ms']:.1f} ms"
     )
 
 

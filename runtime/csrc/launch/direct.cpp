@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <array>
 
 #include "bind/bridge.h"
@@ -78,14 +79,6 @@ bool take_inputs(const Work& work, const DirectLaunch& direct, std::vector<py::o
     slots[i] = py::reinterpret_borrow<py::object>(buffer.object);
   }
   return true;
-}
-
-void count(const DirectLaunch& direct) {
-  static PyObject* name = interned("launches");
-  auto before = owned(PyObject_GetAttr(direct.counters.ptr(), name));
-  auto number = owned(PyLong_FromSize_t(direct.steps.size()));
-  auto after = owned(PyNumber_Add(before.ptr(), number.ptr()));
-  if (PyObject_SetAttr(direct.counters.ptr(), name, after.ptr()) != 0) throw py::error_already_set();
 }
 
 py::list taken_from(const std::vector<py::object>& slots) {
@@ -168,7 +161,7 @@ bool launch_directly(const WorkRef& ref) {
     }
     for (int32_t slot : step.dying) slots[slot] = py::object();
   }
-  count(direct);
+  for (auto& [launches, of_steps] : direct.tiers) *launches += of_steps;
   std::vector<PyObject*> made;
   made.reserve(direct.outputs.size());
   for (int32_t slot : direct.outputs) made.push_back(slots[slot].ptr());
@@ -178,13 +171,26 @@ bool launch_directly(const WorkRef& ref) {
 
 void bind_direct(py::module& m) {
   m.def("forget_direct_launches", &forget_direct_launches);
+  py::class_<LaunchCounts, std::shared_ptr<LaunchCounts>>(m, "LaunchCounts")
+      .def(py::init<>())
+      .def("add", [](LaunchCounts& counts, const std::string& tier) { counts.by_tier[tier]++; })
+      .def("by_tier", [](const LaunchCounts& counts) { return counts.by_tier; })
+      .def("total",
+           [](const LaunchCounts& counts) {
+             int64_t total = 0;
+             for (auto& [tier, launches] : counts.by_tier) total += launches;
+             return total;
+           })
+      .def("reset", [](LaunchCounts& counts) {
+        for (auto& [tier, launches] : counts.by_tier) launches = 0;
+      });
   py::class_<DirectLaunch, std::shared_ptr<DirectLaunch>>(m, "DirectLaunch")
-      .def(py::init([](py::object client, py::object context, py::object counters, py::handle array_type,
-                       std::vector<int32_t> outputs, size_t num_slots) {
+      .def(py::init([](py::object client, py::object context, std::shared_ptr<LaunchCounts> counts,
+                       py::handle array_type, std::vector<int32_t> outputs, size_t num_slots) {
         auto made = std::make_shared<DirectLaunch>();
         made->client = std::move(client);
         made->context = std::move(context);
-        made->counters = std::move(counters);
+        made->counts = std::move(counts);
         made->array_type = reinterpret_cast<PyTypeObject*>(array_type.ptr());
         made->outputs = std::move(outputs);
         made->num_slots = num_slots;
@@ -192,7 +198,12 @@ void bind_direct(py::module& m) {
       }))
       .def("add_step",
            [](DirectLaunch& direct, py::object executable, py::object handlers, std::vector<int32_t> inputs,
-              std::vector<int32_t> outputs, std::vector<int32_t> dying, bool has_checks) {
+              std::vector<int32_t> outputs, std::vector<int32_t> dying, bool has_checks, const std::string& tier) {
+             int64_t* launches = &direct.counts->by_tier[tier];
+             auto of_tier = std::find_if(direct.tiers.begin(), direct.tiers.end(),
+                                         [&](auto& known) { return known.first == launches; });
+             if (of_tier == direct.tiers.end()) of_tier = direct.tiers.insert(of_tier, {launches, 0});
+             of_tier->second++;
              direct.steps.push_back({std::move(executable), std::move(handlers), std::move(inputs), std::move(outputs),
                                      std::move(dying), std::nullopt, std::nullopt, has_checks});
            })

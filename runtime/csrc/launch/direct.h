@@ -6,6 +6,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
+
 #include "launch/queue.h"
 
 namespace torchtpu {
@@ -27,11 +29,18 @@ struct DirectStep {
   bool has_checks = false;  // the last output says which have failed
 };
 
+// The launches of programs so far, by tier.  The GIL guards it; a tier's number stays where it is.
+struct LaunchCounts {
+  std::map<std::string, int64_t> by_tier;
+};
+
 // The GIL is held wherever this is used.
 struct DirectLaunch {
-  pybind11::object client, context, counters;  // `context` knows whether checks have passed
+  pybind11::object client, context;  // `context` knows whether checks have passed
+  std::shared_ptr<LaunchCounts> counts;
   PyTypeObject* array_type = nullptr;
   std::vector<DirectStep> steps;
+  std::vector<std::pair<int64_t*, int64_t>> tiers;  // of `counts`, and how many steps are of each
   std::vector<int32_t> outputs;  // slots; those of the inputs come first
   size_t num_slots = 0;
   int64_t left = 0;   // launches until the engine is asked again
