@@ -102,7 +102,7 @@ def _check_build() -> None:
             f"torchtpu's extension does not load with torch {torch.__version__}: {error}. {advice}"
         ) from error
     built = _C.built_torch_version
-    if built.partition("+")[0] != torch.__version__.partition("+")[0]:
+    if built.split(".")[:2] != torch.__version__.split(".")[:2]:
         raise ImportError(
             f"torchtpu was built against torch {built}, but torch {torch.__version__} is running. {advice}"
         )
