@@ -74,7 +74,7 @@ def new_in_python(device: str) -> float:
 
 def gpt_step(device: str) -> float:
     """The first training step of a GPT of 12 layers: forward, backward, AdamW.  The width is new each time."""
-    width = 4 * next(sizes) // 128 * 8 + 8 * next(widths)
+    width = 256 + 8 * next(widths)
     model = torch_steps.GPT(64, width, 4, 12, 32).to(device)
     ids = torch.zeros(2, 16, dtype=torch.int64, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
