@@ -148,6 +148,23 @@ def test_a_part_takes_the_memory_of_nothing_that_is_read_later(engine: Engine) -
     torch.testing.assert_close(made, *record.expected(z))
 
 
+def descent(record: Record, count: int) -> torch.Tensor:
+    """Steps of a least-squares fit, which hand on their weights and little else."""
+    x, y, w = (record.input(torch.randn(size)) for size in ((8, 64), (8, 64), (64, 64)))
+    for _ in range(count):
+        error = torch.relu(torch.mm(x, w)) + y
+        w = w + torch.mm(x.t(), error * 0.5) * 1e-3
+    return w
+
+
+def test_steps_that_hand_on_weights_are_one_program(engine: Engine) -> None:
+    with Record() as record:
+        w = descent(record, 8)
+    assert len(set(programs(parts_of(engine, record.program(w))))) == 1
+    (made,) = run(engine, record.program(w), record)
+    torch.testing.assert_close(made, *record.expected(w), rtol=1e-5, atol=1e-5)
+
+
 def test_long_chains_of_elementwise_ops_stay_whole(engine: Engine) -> None:
     with Record() as record:
         x = record.input(torch.randn(4096))

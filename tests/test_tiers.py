@@ -19,6 +19,8 @@ from torchtpu.runtime import _C
 from torchtpu.runtime import engine as engines
 from torchtpu.runtime.compile.tiers import FIRST_TIERS
 from torchtpu.runtime.device.client import Client, Options
+from torchtpu.runtime.partition import clusters
+from torchtpu.runtime.partition.clusters import COSTS
 
 FIRST = FIRST_TIERS["cpu"]
 
@@ -40,12 +42,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class Loop:
     """One region that is launched again and again, as in a process of its own."""
 
-    def __init__(self, directory: Path, **knobs: Any) -> None:
+    def __init__(self, directory: Path, layers: int = 1, **knobs: Any) -> None:
         self.knobs = {**KNOBS, "tiers": "on", **knobs}
         self.engine = make_engine(knob=self.knobs.__getitem__, store=DirectoryStore(directory))
         with Record() as record:
-            x, w = record.input(torch.randn(4, 3)), record.input(torch.randn(5, 3))
-            y = torch.relu(torch.mm(x, w.t()))
+            y, w = record.input(torch.randn(4, 3)), record.input(torch.randn(3, 3))
+            for _ in range(layers):
+                y = torch.relu(torch.mm(y, w.t()))
         self._inputs, self._expected = record.inputs, record.expected(y)
         self._program = record.program(y)
         self.plan_again()
@@ -99,6 +102,19 @@ def test_launches_pay_for_the_usual_form(
     assert compiled == ["first", "usual"]
     counters = hot.engine.counters
     assert (counters.regions_in_first_tier, counters.regions_promoted) == (1, 1)
+
+
+def test_what_is_repeated_is_paid_for_once(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
+) -> None:
+    small = COSTS["cpu"]._replace(least_lines=1, least_saving_ms=0.0, most_carried=1.0)
+    monkeypatch.setattr(clusters, "COSTS", {"cpu": small})
+    paid_after(monkeypatch, 24)
+    hot = loop(layers=12)
+    hot.launch(1)
+    assert compiled == ["first"]
+    hot.launch(1)  # a twelfth of 24
+    assert compiled == ["first", "usual"]
 
 
 def test_what_one_launch_pays_for_is_compiled_well_at_once(
@@ -220,7 +236,7 @@ def test_large_programs_pay_sooner_than_small_ones() -> None:
         with Record() as record:
             y = torch.relu(record.input(torch.zeros(size)))
         program = record.program(y)
-        return FIRST.price_ms(program) / FIRST.loss_ms(program)
+        return FIRST.price_ms(len(program.ops)) / FIRST.loss_ms(program)
 
     assert launches(1 << 22) < 1
     assert launches(64) > 100

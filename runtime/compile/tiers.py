@@ -54,15 +54,15 @@ class FirstTier(NamedTuple):
 
     def is_large(self, program: Program) -> bool:
         """Whether a piece is compiled with the usual options from the beginning."""
-        return self.large_launches * self.loss_ms(program) >= self.price_ms(program)
+        return self.large_launches * self.loss_ms(program) >= self.price_ms(len(program.ops))
 
     def is_paid_at_once(self, program: Program) -> bool:
         """Whether one launch pays for the usual options."""
-        return self.loss_ms(program) >= self.price_ms(program)
+        return self.loss_ms(program) >= self.price_ms(len(program.ops))
 
-    def price_ms(self, program: Program) -> float:
-        """How long the program compiles with the usual options, about."""
-        return self.program_ms + self.op_ms * len(program.ops)
+    def price_ms(self, num_ops: int) -> float:
+        """How long a program of so many ops compiles with the usual options, about."""
+        return self.program_ms + self.op_ms * num_ops
 
     def loss_ms(self, program: Program) -> float:
         """How much longer than with them it takes, in one launch, about."""

@@ -178,8 +178,7 @@ class RegionVariants:
         self._options = builder.sweep.options if builder.sweep and builder.knob("sweep") else {}
         self._first = None if builder.knob("tiers") == "off" else builder.first
         self._pieces = pieces
-        self._price_ms = self._first.price_ms(program) if self._first else 0.0
-        self._loss_ms = self._loss_of(pieces)
+        self._loss_ms, self._least_price_ms = self._loss_of(pieces), self._least_price_of(pieces)
         self._compile_ms: dict[Config, float] = {}
         self._digests: dict[Config, list[str]] = {}  # of the programs of each variant
         self._tried = 0  # options
@@ -207,6 +206,7 @@ class RegionVariants:
                 config = FIRST
                 pieces = self._builder.new_pieces(self._program, usual, self._device)
                 self._loss_ms, self._pieces = self._loss_of(pieces), pieces
+                self._least_price_ms = self._least_price_of(pieces)
                 if not pieces:
                     self._builder.stock.keep_undivided(usual)
         if self._pieces:
@@ -243,6 +243,19 @@ class RegionVariants:
             return self._first.loss_ms(self._program)
         return self._first.launch_us * 1e-3 * (len(pieces) - 1) + self._builder.stock.loss_ms(pieces)
 
+    def _least_price_of(self, pieces: list[Piece]) -> float:
+        """What the usual variant takes to compile, about, if what comes again among these pieces is compiled once."""
+        if self._first is None or not pieces:
+            return 0.0
+        return self._first.price_ms(sum({piece.identity: piece.num_ops for piece in pieces}.values()))
+
+    @functools.cached_property
+    def _price_ms(self) -> float:
+        """What the usual variant takes to compile, about."""
+        if self._first is None:
+            return 0.0
+        return sum(self._first.price_ms(len(program.ops)) for program in self._programs(()))
+
     # what the autotuner asks
 
     def make(self, config: Config, *, is_needed_now: bool) -> Future[Any]:
@@ -267,7 +280,11 @@ class RegionVariants:
         return made
 
     def is_paid(self, launches: int) -> bool:
-        return launches * self._loss_ms >= self._price_ms
+        return self.may_be_paid(launches) and launches * self._loss_ms >= self._price_ms
+
+    def may_be_paid(self, launches: int) -> bool:
+        price = vars(self).get("_price_ms", self._least_price_ms)  # a search for repeats is needed to know
+        return bool(launches * self._loss_ms >= price)
 
     def promoted(self) -> list[str]:
         self._builder.counters.regions_promoted += 1
@@ -366,10 +383,13 @@ class RegionVariants:
 
     def _found(self, config: Config) -> list[tuple[Program, Plan]]:
         """The different programs of a variant, with their plans under the usual options."""
-        programs = [self._program]
-        if self._clusters and _WHOLE not in config:
-            programs = list({id(part.program): part.program for part in self._clusters.parts}.values())
-        return [(program, self._builder.builder.find(program)) for program in programs]
+        return [(program, self._builder.builder.find(program)) for program in self._programs(config)]
+
+    def _programs(self, config: Config) -> list[Program]:
+        """The different programs of a variant."""
+        if self._clusters is None or _WHOLE in config:
+            return [self._program]
+        return list({id(part.program): part.program for part in self._clusters.parts}.values())
 
     def _submitted(
         self, config: Config, found: list[tuple[Program, Plan]], *, is_needed_now: bool = True

@@ -14,13 +14,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
+from torchtpu.runtime import _C
+
 from .direct import ALWAYS
 from .executable import DirectlyLaunchable, Launchable, LaunchContext
 
 Config = tuple[str, ...]  # what is unusual about a variant; () names the usual one
 FIRST: Config = ("first",)  # the usual one in the first tier
 
-_BETWEEN_LOOKS = 8  # launches, while something is being compiled
+_BETWEEN_LOOKS = 256  # launches, should nobody say that what is being compiled is there
 _MOST_DIRECT = 1 << 12
 _FIRST = 32  # launches before the variant in use is timed
 _TURNS = 7  # timed launches of each variant, after one that warms caches up
@@ -36,6 +38,9 @@ class Variants(Protocol):
 
     def is_paid(self, launches: int) -> bool:
         """Whether so many launches in the first tier make the usual variant worth compiling: not a question of time."""
+
+    def may_be_paid(self, launches: int) -> bool:
+        """The same, or true where that has to be found out first."""
 
     def promoted(self) -> list[str]:
         """Hears that the usual variant takes the place of the first tier's; the untried after it."""
@@ -123,7 +128,7 @@ class Autotuner:
         if self._config == FIRST:
             if self._usual is not None or self._variants.is_fixed():
                 return 0 if self._usual is not None and self._usual.done() else _BETWEEN_LOOKS
-            is_decided = self._variants.is_paid
+            is_decided = self._variants.may_be_paid
         else:
             if self._candidate is not None:
                 return 0 if self._candidate.done() else _BETWEEN_LOOKS
@@ -165,7 +170,8 @@ class Autotuner:
             return self._usual.result() if self._usual is not None and self._usual.done() else None
         if self._config == FIRST:
             is_awaited = self._usual is not None and not self._usual.done()
-            return self.variant if is_awaited or not self._may_be_made() else None
+            may_be_made = not self._variants.is_fixed() and self._variants.may_be_paid(self._launches + 1)
+            return self.variant if is_awaited or not may_be_made else None
         if not self._untried or self._variants.is_fixed():
             return self.variant
         if self._candidate is not None or (self._launches >= _FIRST and not self._seconds):
@@ -173,13 +179,10 @@ class Autotuner:
         config = *self._config, self._untried[0]
         return None if self._variants.is_due(config, self._launches + 1, self._seconds) else self.variant
 
-    def _may_be_made(self) -> bool:
-        return not self._variants.is_fixed() and self._variants.is_paid(self._launches + 1)
-
     def _try_to_promote(self) -> None:
         """Has the usual variant made once the launches have paid for it, and takes it once it is there."""
-        if self._usual is None and self._may_be_made():
-            self._usual = self._variants.make((), is_needed_now=False)
+        if self._usual is None and not self._variants.is_fixed() and self._variants.is_paid(self._launches + 1):
+            self._usual = self._made_meanwhile(())
         self._launches += 1
         if self._usual is not None and self._usual.done():
             if self._usual.cancelled() or self._usual.exception() is not None:
@@ -187,6 +190,12 @@ class Autotuner:
             else:  # the launches go on being counted: when a variant was compiled is a matter of the clock
                 self._config, self.variant = (), self._usual.result()
                 self._untried = self._variants.promoted()
+
+    def _made_meanwhile(self, config: Config) -> Future[Any]:
+        """A variant that is made while another is launched; once it is there, the next launch is no direct one."""
+        made = self._variants.make(config, is_needed_now=False)
+        made.add_done_callback(_ask_again)
+        return made
 
     def _tune(self, work: Any, context: LaunchContext) -> None:
         turn = None
@@ -218,7 +227,7 @@ class Autotuner:
         """As `_turn`; begins to make the next variant where that is due."""
         config = *self._config, self._untried[0]
         if self._candidate is None and self._variants.is_due(config, self._launches, self._seconds):
-            self._candidate = self._variants.make(config, is_needed_now=False)
+            self._candidate = self._made_meanwhile(config)
             self._times = [], []
         turn = self._turn()
         return turn if turn is not None and self._variants.is_quiet() else None
@@ -254,3 +263,7 @@ class Autotuner:
         del self._untried[0]
         if not self._untried:
             self._variants.settled(self._config)
+
+
+def _ask_again(_: Future[Any]) -> None:
+    _C.forget_direct_launches()

@@ -149,10 +149,18 @@ class _ClusterFinder:
         return run.start + min(shifts, key=lambda s: sum(crossing[s :: run.period][: run.length // run.period]))
 
     def _carried(self, first: int, period: int) -> int:
-        """The bytes that the first part of a run makes and the second one takes."""
-        made = [r.value for op in self._program.ops[first : first + period] for r in results_of(op)]
+        """The bytes that the first part of a run makes and the second one takes, but for those that XLA stores even in
+        one program: what an op makes or takes that it does not fuse."""
+        ops, total = self._program.ops, 0
         second = range(first + period, first + 2 * period)
-        return sum(self._sizes[value] for value in made if any(at in second for at in self._used_at.get(value, ())))
+        for i in range(first, first + period):
+            if self._is_stored[i]:
+                continue
+            for made in results_of(ops[i]):
+                uses = [at for at in self._used_at.get(made.value, ()) if at in second]
+                if uses and not any(self._is_stored[at] for at in uses):
+                    total += self._sizes[made.value]
+        return total
 
     def _stored(self, first: int, period: int) -> int:
         """The bytes that those ops in the first part of a run take and make which XLA does not fuse."""
