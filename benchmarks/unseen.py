@@ -1,6 +1,6 @@
 """What programs cost whose op streams differ from lap to lap, cold and warm, beside torch CPU.
 
-A process per program and column; CPU seconds of all laps, CPU milliseconds of the median lap of the last quarter, and
+A process per program and column; CPU seconds of all laps (an optimizer imports torch._dynamo, on any device: 1.1 s), CPU milliseconds of the median lap of the last quarter, and
 programs compiled in all and in that quarter. `warm` is a second process on the cache of the first.
 
     python benchmarks/unseen.py                     # all
@@ -283,16 +283,18 @@ def main() -> None:
     if options.worker:
         print(json.dumps(measure(options.worker, options.programs[0], options.laps)))
         return
-    print("| program | torch CPU, ms a lap | cold, CPU s | ms a late lap | compiled, late | warm, CPU s |")
-    print("|---|---|---|---|---|---|", flush=True)
-    total = 0.0
+    heads = ["program", "torch CPU, ms a lap", "torch CPU, s", "cold, s", "ms a late lap", "compiled, late", "warm, s"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
+    sums = {"torch CPU": 0.0, "cold": 0.0, "warm": 0.0}
     for program in options.programs or PROGRAMS:
         with tempfile.TemporaryDirectory() as cache:
             cpu, cold, warm = (run(device, program, options.laps, cache) for device in ("cpu", "tpu", "tpu"))
-        total += cold["seconds"]
-        row = f"| {program} | {cpu['lap_ms']:.2f} | {cold['seconds']:.1f} | {cold['lap_ms']:.1f}"
+        for name, found in zip(sums, (cpu, cold, warm), strict=True):
+            sums[name] += found["seconds"]
+        took = f"{cpu['lap_ms']:.2f} | {cpu['seconds']:.1f}"
+        row = f"| {program} | {took} | {cold['seconds']:.1f} | {cold['lap_ms']:.1f}"
         print(f"{row} | {cold['compiled']}, {cold['late']} | {warm['seconds']:.1f} |", flush=True)
-    print(f"sum: {total:.1f} CPU s")
+    print("sums: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sums.items()))
 
 
 if __name__ == "__main__":
