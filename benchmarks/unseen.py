@@ -1,7 +1,8 @@
 """What programs cost whose op streams differ from lap to lap, cold and warm, beside torch CPU.
 
-A process per program and column; CPU seconds of all laps (an optimizer imports torch._dynamo, on any device: 1.1 s), CPU milliseconds of the median lap of the last quarter, and
-programs compiled in all and in that quarter. `warm` is a second process on the cache of the first.
+A process per program and column; CPU seconds of all laps, CPU milliseconds of the median lap of the last quarter, and
+programs compiled in all and in that quarter. `warm` is a second process on the cache of the first. Where a program has
+an optimizer, 1.1 s of each column are PyTorch's own, which imports torch._dynamo for it on any device.
 
     python benchmarks/unseen.py                     # all
     python benchmarks/unseen.py lists tree --laps 20
