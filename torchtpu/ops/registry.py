@@ -105,7 +105,7 @@ Register = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 LOWERINGS: dict[str, Lowering] = {}
 PLATFORM_LOWERINGS: dict[tuple[str, str], Lowering] = {}
-REMOVED = {"cholesky": "2.15"}  # ops that some supported PyTorch has: the first one without
+REMOVED = {"cholesky": "2.14"}  # ops that some supported PyTorch has: the first one without
 COMPOSED: dict[str, Callable[..., Any]] = {}
 
 
