@@ -1,7 +1,7 @@
 """Tests with each supported Python, PyTorch and jax, and the wheel for all of them: `nox -s tests`, `nox -s wheel`.
 
-`nox -s "tests-3.12(torch='2.15', jax='0.12')"` runs one combination. PyTorch from the package index is its CUDA build
-with several gigabytes of libraries; set PIP_INDEX_URL to the index of CPU builds to do without them.
+`nox -s "tests(python='3.12', torch='2.15', jax='0.12')"` runs one combination. PyTorch from the package index is its
+CUDA build with several gigabytes of libraries; set PIP_INDEX_URL to the index of CPU builds to do without them.
 """
 
 import shutil

@@ -41,7 +41,7 @@ struct DirectLaunch {
   PyTypeObject* array_type = nullptr;
   std::vector<DirectStep> steps;
   std::vector<std::pair<int64_t*, int64_t>> tiers;  // of `counts`, and how many steps are of each
-  std::vector<int32_t> outputs;  // slots; those of the inputs come first
+  std::vector<int32_t> outputs;                     // slots; those of the inputs come first
   size_t num_slots = 0;
   int64_t left = 0;   // launches until the engine is asked again
   int64_t taken = 0;  // launches so far
