@@ -92,3 +92,31 @@ def test_a_lazy_clone_lies_as_its_source_and_is_its_own() -> None:
     assert torch.equal(clone, x + 1)
     bits = torch._lazy_clone(whole.view(torch.int32)[1::2])
     assert torch.equal(bits.cpu(), torch.arange(12.0).view(torch.int32)[1::2])
+
+
+LOSSES = ("huber_loss", "soft_margin_loss", "binary_cross_entropy", "smooth_l1_loss", "mse_loss", "l1_loss")
+
+
+def lost(on: str, name: str, dtypes: tuple[torch.dtype, torch.dtype], shapes: Any, reduction: str) -> Any:
+    """What a loss and its gradient are, or the error."""
+    torch.manual_seed(0)
+    x, y = (torch.rand(shape).mul(0.9).add(0.05).to(dtype).to(on) for shape, dtype in zip(shapes, dtypes, strict=True))
+    x.requires_grad_()
+    try:
+        loss = getattr(F, name)(x, y, reduction=reduction)
+        loss.sum().backward()
+    except (RuntimeError, ValueError) as error:
+        return type(error), str(error).partition("\n")[0].partition(" (aten::")[0]
+    assert x.grad is not None
+    return loss.dtype, loss.shape, loss.stride(), x.grad.dtype, loss.detach().cpu(), x.grad.cpu()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("shapes", [((3, 4), (3, 4)), ((3, 4), (4,)), ((4,), (3, 4))], ids=str)
+def test_losses_of_two_dtypes_are_what_the_cpu_makes_of_them(name: str, shapes: Any) -> None:
+    for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float32), (torch.float32, torch.float32)):
+        for reduction in ("none", "mean"):
+            expected, found = (lost(on, name, dtypes, shapes, reduction) for on in ("cpu", "tpu"))
+            assert found[:4] == expected[:4]
+            torch.testing.assert_close(found[4:], expected[4:], rtol=1e-5, atol=1e-5)

@@ -26,6 +26,32 @@ def _computed(ctx: Context, *values: Any) -> Any:
     return (None if v is None else as_dtype(v, computed(ctx)) for v in values)
 
 
+def _infer_like_input(self: torch.Tensor, target: torch.Tensor, reduction: int = MEAN, *rest: Any) -> torch.Tensor:
+    """A loss of the input's dtype, whatever the target's is."""
+    shape = torch.broadcast_shapes(self.shape, target.shape)
+    if reduction != NONE:
+        return self.new_empty(())
+    return torch.empty_like(self) if shape == self.shape else self.new_empty(shape)
+
+
+def _infer_in_place(self: torch.Tensor, target: torch.Tensor, reduction: int = MEAN) -> torch.Tensor:
+    """A loss that PyTorch computes in memory like the input's."""
+    if torch.broadcast_shapes(self.shape, target.shape) != self.shape:
+        raise RuntimeError("the target's shape is not the input's")  # which PyTorch's CPU kernel says in its own words
+    return self.new_empty(()) if reduction != NONE else torch.empty_like(self)
+
+
+def _infer_of_one_dtype(
+    self: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = MEAN,
+) -> torch.Tensor:
+    if self.dtype != target.dtype or self.shape != target.shape:
+        raise RuntimeError("the target's dtype or shape is not the input's")  # as above
+    return self.new_empty(()) if reduction != NONE else torch.empty_like(self)
+
+
 @lowering("mse_loss")
 def mse_loss(self, target, reduction=MEAN, *, ctx):
     x, y = _computed(ctx, self, target)
@@ -62,7 +88,7 @@ def smooth_l1_loss_backward(grad_output, self, target, reduction, beta, *, ctx):
     return _shared(grad, jnp.where(gap <= -beta, -1, jnp.where(gap >= beta, 1, gap / beta)), reduction)
 
 
-@lowering("huber_loss", lifts=True)
+@lowering("huber_loss", lifts=True, infer=_infer_like_input)
 def huber_loss(self, target, reduction=MEAN, delta=1.0, *, ctx):
     x, y = _computed(ctx, self, target)
     gap = jnp.abs(x - y)
@@ -75,7 +101,7 @@ def huber_loss_backward(grad_output, self, target, reduction, delta, *, ctx):
     return _shared(grad, jnp.clip(x - y, -delta, delta), reduction)
 
 
-@lowering("binary_cross_entropy")
+@lowering("binary_cross_entropy", infer=_infer_of_one_dtype)
 def binary_cross_entropy(self, target, weight=None, reduction=MEAN, *, ctx):
     x, y, weight = _computed(ctx, self, target, weight)
     ctx.check((x >= 0) & (x <= 1), "all elements of input should be between 0 and 1", RuntimeError)
@@ -101,7 +127,7 @@ def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None,
     return reduced(loss if weight is None else loss * weight, reduction)
 
 
-@lowering("soft_margin_loss")
+@lowering("soft_margin_loss", infer=_infer_in_place)
 def soft_margin_loss(self, target, reduction=MEAN, *, ctx):
     x, y = _computed(ctx, self, target)
     return reduced(jnp.log1p(jnp.exp(-x * y)), reduction)
