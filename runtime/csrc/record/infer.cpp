@@ -280,7 +280,7 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
       first = type;
     });
   }
-  if (is_mixed || (tensors && takes_element(op))) return Refuses::kAnything;
+  if ((info.multiplies && is_mixed) || (tensors && takes_element(op))) return Refuses::kAnything;
   return tensors == 1 && has_number && has_shape_function(op) ? Refuses::kDtype : Refuses::kNothing;
 }
 

@@ -34,10 +34,18 @@ def _infer_like_input(self: torch.Tensor, target: torch.Tensor, reduction: int =
     return torch.empty_like(self) if shape == self.shape else self.new_empty(shape)
 
 
+def _infer_gradient(grad: torch.Tensor, self: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if self.dtype != target.dtype:
+        raise RuntimeError("the target's dtype is not the input's")  # which PyTorch's CPU kernel says in its own words
+    shape = torch.broadcast_shapes(grad.shape, self.shape, target.shape)
+    return torch.empty_like(self) if shape == self.shape else self.new_empty(shape)
+
+
 def _infer_in_place(self: torch.Tensor, target: torch.Tensor, reduction: int = MEAN) -> torch.Tensor:
     """A loss that PyTorch computes in memory like the input's."""
-    if torch.broadcast_shapes(self.shape, target.shape) != self.shape:
-        raise RuntimeError("the target's shape is not the input's")  # which PyTorch's CPU kernel says in its own words
+    is_whole = not (self.is_floating_point() or self.is_complex())
+    if is_whole or torch.broadcast_shapes(self.shape, target.shape) != self.shape:
+        raise RuntimeError("the input cannot hold the loss")  # as above
     return self.new_empty(()) if reduction != NONE else torch.empty_like(self)
 
 
@@ -95,7 +103,7 @@ def huber_loss(self, target, reduction=MEAN, delta=1.0, *, ctx):
     return reduced(jnp.where(gap < delta, 0.5 * gap * gap, delta * (gap - 0.5 * delta)), reduction)
 
 
-@lowering("huber_loss_backward", lifts=True)
+@lowering("huber_loss_backward", lifts=True, infer=_infer_gradient)
 def huber_loss_backward(grad_output, self, target, reduction, delta, *, ctx):
     grad, x, y = _computed(ctx, grad_output, self, target)
     return _shared(grad, jnp.clip(x - y, -delta, delta), reduction)
