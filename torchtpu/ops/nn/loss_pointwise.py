@@ -26,8 +26,12 @@ def _computed(ctx: Context, *values: Any) -> Any:
     return (None if v is None else as_dtype(v, computed(ctx)) for v in values)
 
 
-def _infer_like_input(self: torch.Tensor, target: torch.Tensor, reduction: int = MEAN, *rest: Any) -> torch.Tensor:
+def _infer_huber_loss(
+    self: torch.Tensor, target: torch.Tensor, reduction: int = MEAN, delta: float = 1.0
+) -> torch.Tensor:
     """A loss of the input's dtype, whatever the target's is."""
+    if delta <= 0:
+        raise RuntimeError("delta is not positive")  # which PyTorch's CPU kernel says in its own words
     shape = torch.broadcast_shapes(self.shape, target.shape)
     if reduction != NONE:
         return self.new_empty(())
@@ -36,7 +40,7 @@ def _infer_like_input(self: torch.Tensor, target: torch.Tensor, reduction: int =
 
 def _infer_gradient(grad: torch.Tensor, self: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
     if self.dtype != target.dtype:
-        raise RuntimeError("the target's dtype is not the input's")  # which PyTorch's CPU kernel says in its own words
+        raise RuntimeError("the target's dtype is not the input's")  # as above
     shape = torch.broadcast_shapes(grad.shape, self.shape, target.shape)
     return torch.empty_like(self) if shape == self.shape else self.new_empty(shape)
 
@@ -96,7 +100,7 @@ def smooth_l1_loss_backward(grad_output, self, target, reduction, beta, *, ctx):
     return _shared(grad, jnp.where(gap <= -beta, -1, jnp.where(gap >= beta, 1, gap / beta)), reduction)
 
 
-@lowering("huber_loss", lifts=True, infer=_infer_like_input)
+@lowering("huber_loss", lifts=True, infer=_infer_huber_loss)
 def huber_loss(self, target, reduction=MEAN, delta=1.0, *, ctx):
     x, y = _computed(ctx, self, target)
     gap = jnp.abs(x - y)
