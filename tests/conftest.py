@@ -123,11 +123,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def user_threads() -> set[threading.Thread]:
-    """Every Python thread but the runtime's own, which live as long as the process."""
+    """Every Python thread but the runtime's own, and tqdm's, which live as long as the process."""
     return {
         t
         for t in threading.enumerate()
-        if not t.name.startswith("torchtpu") and not isinstance(t, threading._DummyThread)  # autograd's
+        if not t.name.startswith(("torchtpu", "tqdm")) and not isinstance(t, threading._DummyThread)  # autograd's
     }
 
 
