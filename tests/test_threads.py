@@ -13,7 +13,8 @@ import torch
 from thread_support import run_all
 from torch import nn
 
-from torchtpu import metrics, startup
+from torchtpu import config, metrics, startup
+from torchtpu.runtime import _C
 
 
 def data(seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -190,6 +191,23 @@ def test_backward_in_autograds_threads_records_into_the_callers_region() -> None
     assert threading.get_ident() not in threads
     assert metrics.snapshot()["cuts"] == {"read": 1}
     x.grad = None
+
+
+def test_ops_of_autograds_threads_have_the_line_that_called_backward(capfd: pytest.CaptureFixture[str]) -> None:
+    def train() -> None:
+        with torch.autograd.set_multithreading_enabled(True):  # as in any thread but the main one
+            x = torch.full((3, 5), 2.0, device="tpu", requires_grad=True)
+            (x * 3).cumsum(0).sum().backward()
+            (x * 2).sum().backward()
+            torch.tpu.synchronize()
+
+    _C.forget_streams()
+    with config.using(log=("cluster",)):
+        run_all(train)
+        train()
+    ops = [line for line in capfd.readouterr().err.splitlines() if line.startswith("  %")]
+    assert len(ops) > 10
+    assert [line for line in ops if f"# {__file__}:" not in line] == []
 
 
 def test_a_thread_that_ends_hands_on_its_values() -> None:

@@ -159,10 +159,8 @@ std::string CodePlace::line() const {
   return shown(code->co_filename) + (":" + std::to_string(PyCode_Addr2Line(code, instruction_)));
 }
 
-std::shared_ptr<CodePlace> current_place() {
-  if (!Py_IsInitialized() || (replayed_line && !replayed_line->empty())) return nullptr;
-  AcquireGil gil;
-  auto* frame = reinterpret_cast<PyFrameObject*>(Py_XNewRef(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
+// The place of the innermost of these frames that is the user's; takes the reference.
+static std::shared_ptr<CodePlace> users_place(PyFrameObject* frame) {
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     bool is_users = !is_library_file(code->co_filename);
@@ -173,6 +171,15 @@ std::shared_ptr<CodePlace> current_place() {
     frame = caller;
   }
   return nullptr;
+}
+
+std::shared_ptr<CodePlace> current_place() {
+  if (!Py_IsInitialized() || (replayed_line && !replayed_line->empty())) return nullptr;
+  AcquireGil gil;
+  auto* frame = reinterpret_cast<PyFrameObject*>(Py_XNewRef(reinterpret_cast<PyObject*>(PyEval_GetFrame())));
+  if (auto place = users_place(frame)) return place;
+  PyThreadState* caller = callers_state();
+  return caller ? users_place(PyThreadState_GetFrame(caller)) : nullptr;
 }
 
 std::string current_line() {

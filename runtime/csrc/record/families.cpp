@@ -1,5 +1,6 @@
 // Which recorder a thread records into: its family's own, one per device.
 
+#include <Python.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include "launch/queue.h"
@@ -12,6 +13,7 @@ namespace {
 // One recorder per device; shared by a thread and the autograd threads that work for it.
 struct Family : c10::DebugInfoBase {
   std::array<std::atomic<Recorder*>, kMaxDevices> recorders{};  // made under families_mutex
+  std::atomic<PyThreadState*> owner{nullptr};                   // may have ended
 };
 
 std::mutex families_mutex;
@@ -66,6 +68,7 @@ Family& own_family() {
       free_families->pop_back();
     }
   }
+  own.family->owner = PyGILState_GetThisThreadState();
   carry(own.family);
   return *own.family;
 }
@@ -73,6 +76,17 @@ Family& own_family() {
 }  // namespace
 
 bool has_recorded() { return own.family != nullptr; }
+
+PyThreadState* callers_state() {
+  auto* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO_2);
+  if (!info || own.family) return nullptr;
+  PyThreadState* owner = static_cast<Family*>(info)->owner;
+  for (PyThreadState* alive = PyInterpreterState_ThreadHead(PyInterpreterState_Get()); alive;
+       alive = PyThreadState_Next(alive)) {
+    if (alive == owner) return owner;
+  }
+  return nullptr;
+}
 
 Recorder& recorder_for(c10::DeviceIndex device) {
   auto* info = c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::TEST_INFO_2);
