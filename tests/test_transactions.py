@@ -409,6 +409,33 @@ def test_training_goes_on_after_a_batch_with_an_index_that_is_out_of_range(reads
         assert_alike(after, reference.state())
 
 
+@pytest.mark.parametrize("bad_step", [0, 31, 59])
+def test_steps_by_hand_without_a_read_hold_what_was_there_before_an_index_out_of_range(bad_step: int) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(20, 64), torch.randn(64, 64) * 0.1, torch.zeros(64, 64)]
+    tokens = torch.randint(20, (60, 16))
+    tokens[bad_step, 3] = 99
+
+    def train(device: str) -> list[torch.Tensor]:
+        embedding, weight, momentum = (t.to(device) for t in start)
+        embedding.requires_grad_()
+        weight.requires_grad_()
+        batches = tokens.to(device)
+        with pytest.raises(IndexError):
+            for number, batch in enumerate(batches):
+                loss = torch.tanh(nn.functional.embedding(batch, embedding) @ weight).square().mean()
+                of_embedding, of_weight = torch.autograd.grad(loss, (embedding, weight))
+                with torch.no_grad():
+                    momentum.mul_(0.9).add_(of_weight)
+                    weight.sub_(momentum, alpha=0.1 + 0.001 * number)
+                    embedding.sub_(of_embedding, alpha=0.1)
+            loss.item()
+        return [t.detach().cpu() for t in (embedding, weight, momentum)]
+
+    for ours, reference in zip(train("tpu"), train("cpu"), strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
 @pytest.mark.parametrize("is_given", [False, True])
 def test_random_numbers_of_ops_that_did_not_run_are_drawn_by_those_that_do(is_given: bool) -> None:
     torch.manual_seed(5)
