@@ -105,7 +105,13 @@ def _within_time(check: Check, work: Callable[[], Any]) -> Any:
 
 
 def _record(check: Check) -> list[Trial]:
-    return [trial for trial in map(_try, cases(check)) if not _lacks_reference(trial)]
+    trials = []
+    for case in cases(check):
+        trials.append(_try(case))
+        if check.mode == "error":  # what is recorded behind an op that fails on the device is rolled back with it
+            with contextlib.suppress(Exception):  # the value raises it again
+                torch.tpu.synchronize()
+    return [trial for trial in trials if not _lacks_reference(trial)]
 
 
 def _lacks_reference(trial: Trial) -> bool:
