@@ -91,7 +91,8 @@ def test_modules_of_an_archive_are_changed_once_each(library, monkeypatch):
 
 
 def test_importing_torch_imports_no_library_that_can_be_changed():
-    names = sorted({name.partition(".")[0] for name in imports._CHANGES})
+    libraries = {name.partition(".")[0] for name in imports._CHANGES} - {"torch"}
+    names = sorted(libraries | set(imports._CHANGES))
     code = f"import sys, torch; assert torch.tpu; print([name for name in {names} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -310,6 +310,40 @@ def test_strided_nested_tensors_are_refused_in_plain_words_and_jagged_ones_work(
     torch.testing.assert_close(jagged.grad.values().cpu(), expected.grad.values())
 
 
+def test_a_strided_nested_tensor_of_what_requires_grad_ends_no_process():
+    parts = [torch.ones(n, 3, device="tpu", requires_grad=True) for n in (2, 4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.as_nested_tensor(parts)
+    with pytest.raises(NotImplementedError, match="strided nested tensors are not supported on tpu"):
+        nested.sum()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_of_jagged_tensors(is_causal):
+    lengths = [(3, 3), (5, 5), (2, 2)] if is_causal else [(3, 4), (5, 1), (2, 6)]
+    rows = [(torch.randn(q, 8), torch.randn(k, 8)) for q, k in lengths]
+    heads = lambda x: x.unflatten(-1, [2, 4]).transpose(-3, -2)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    ours = [
+        torch.nested.nested_tensor([part.to("tpu") for part in parts], layout=torch.jagged, requires_grad=True)
+        for parts in zip(*rows, strict=True)
+    ]
+    query, key = map(heads, ours)
+    attended = attend(query, key, key, is_causal=is_causal)
+    assert attended.shape[:2] == (3, 2)
+    assert attended.transpose(1, 2).is_contiguous()
+    found = attended.transpose(1, 2).flatten(-2).values()
+    found.sin().sum().backward()
+    expected = [[part.clone().requires_grad_() for part in parts] for parts in zip(*rows, strict=True)]
+    made = [attend(heads(q), heads(k), heads(k), is_causal=is_causal) for q, k in zip(*expected, strict=True)]
+    flat = torch.cat([one.transpose(0, 1).flatten(1) for one in made])
+    flat.sin().sum().backward()
+    torch.testing.assert_close(found.cpu(), flat)
+    for one, parts in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one.grad.values().cpu(), torch.cat([part.grad for part in parts]))
+
+
 def test_the_backend_has_the_name_that_transformers_asks_for_too():
     backends = torch.distributed.Backend
     assert backends("tpu_dist") == "tpu_dist"

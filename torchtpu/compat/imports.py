@@ -20,6 +20,7 @@ Change: TypeAlias = Callable[[ModuleType], None]
 
 # The library's module, and what changes it: a function of a module of this package.
 _CHANGES = {
+    "torch.nested._internal.sdpa": "nested:pad_for_attention",
     "safetensors": "safetensors:take_tpu",
     "accelerate.accelerator": "accelerate:allow_float16",
     "accelerate.state": "accelerate:find_device",

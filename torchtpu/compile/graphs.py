@@ -205,7 +205,9 @@ class _Builder:
 
 
 def _is_object(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), FakeScriptObject)
+    """Whether a node is no tensor and no number; the length of a jagged dimension is only a name for its offsets."""
+    value = node.meta.get("val")
+    return isinstance(value, FakeScriptObject) or (isinstance(value, torch.SymInt) and value.node.is_nested_int())
 
 
 def _is_contiguous(value: Any) -> bool:

@@ -81,8 +81,8 @@ inline void check_running() {
   if (C10_UNLIKELY(runtime.process != Process::kRuns)) refuse_or_sleep();
 }
 bool has_recorded();  // whether the calling thread is one of them
-// In an autograd thread: Python's state of the thread that it works for, which waits for it; null in any other.  The GIL
-// is held.
+// In an autograd thread: Python's state of the thread that it works for, which waits for it; null in any other.  The
+// GIL is held.
 struct _ts* callers_state();
 // The recorder of the calling thread's family (autograd's threads belong to their caller's).
 Recorder& recorder_for(c10::DeviceIndex device);
