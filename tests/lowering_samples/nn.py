@@ -23,6 +23,15 @@ def samples(dtype):
         yield "weight_norm_backward", lambda: aten._weight_norm_interface_backward(made(3, 4), v, g, norms, 0)
         yield "rms_norm", lambda: aten._fused_rms_norm(made(2, 3, 4), [4], made(4), 1e-5)
         yield "rms_norm plain", lambda: aten._fused_rms_norm(made(2, 3, 4), [3, 4], None, None)
+        row, taps, window = made(2, 3, 70), made(6, 1, 102), ([2], [60], [1], False, [0], 3)
+        yield "long taps", lambda: aten.convolution(row, taps, None, *window)
+        image, tile, window = made(2, 2, 21, 24), made(2, 1, 9, 12), ([2, 1], [5, 3], [1, 2], False, [0, 0], 2)
+        yield "large tiles", lambda: aten.convolution(image, tile, None, *window)
+        made_of = made(2, 2, 12, 8)
+        yield (
+            "large tiles grad",
+            lambda: aten.convolution_backward(made_of, image, tile, None, *window, [True, True, False]),
+        )
     yield "addmm_activation", lambda: aten._addmm_activation(made(4), made(2, 3), made(3, 4), use_gelu=True)
     yield "euclidean_dist", lambda: aten._euclidean_dist(made(2, 3), made(4, 3))
     yield "int_mm", lambda: aten._int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8))

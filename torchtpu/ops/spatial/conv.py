@@ -19,6 +19,7 @@ from torchtpu.ops.registry import jax, jnp, lax, like, lowering, opmath, suggest
 # cost the same; above, the patches no longer fit the cache.
 _SMALL_IMAGE = 64
 _MOST_TAPS = 49
+_MOST_SHIFTS = 99  # unrolled; a gradient of 9 x 9 then compiles for 3 s, one of 17 x 17 took 11 s
 _MOST_SPLITS = 32
 
 
@@ -110,10 +111,40 @@ def _patches_dot(x: Any, weight: Any, window: _Window, groups: int) -> Any:
 def _depthwise(x: Any, weight: Any, window: _Window) -> Any:
     """Groups of one channel: a sum of scaled shifts, which XLA:CPU fuses into one vectorised loop."""
     each = weight.shape[0] // x.shape[1]
-    kernel = weight.reshape(x.shape[1], each, -1, *[1] * (x.ndim - 2))
-    taps = _taps(x, weight, window)
-    made = sum(tap[:, :, None] * kernel[:, :, i] for i, tap in enumerate(taps))
-    return made.reshape(x.shape[0], weight.shape[0], *taps[0].shape[2:])
+    space = _output_space(x, weight, window)
+    if math.prod(weight.shape[2:]) > _MOST_SHIFTS:
+        made = _sum_by_rows(x, weight.reshape(x.shape[1], each, *weight.shape[2:]), window, space)
+    else:
+        kernel = weight.reshape(x.shape[1], each, -1, *[1] * (x.ndim - 2))
+        made = sum(tap[:, :, None] * kernel[:, :, i] for i, tap in enumerate(_taps(x, weight, window)))
+    return made.reshape(x.shape[0], weight.shape[0], *space)
+
+
+def _sum_by_rows(x: Any, kernel: Any, window: _Window, space: tuple[int, ...]) -> Any:
+    """The sum of scaled shifts as a loop over rows of a large kernel: what is compiled is one row."""
+    *leading, last = kernel.shape[2:]
+    width = max(n for n in range(1, min(last, _MOST_SHIFTS) + 1) if last % n == 0)
+    places = itertools.product(*map(range, leading), range(0, last, width))
+    starts = jnp.asarray([[i * d for i, d in zip(place, window.dilation, strict=True)] for place in places], jnp.int32)
+    rows = kernel.reshape(*kernel.shape[:2], -1, width, *[1] * len(space))
+    padded = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((*p, 0) for p in window.padding)])
+    reach = [(n - 1) * s + 1 for n, s in zip(space, window.stride, strict=True)]
+    step = window.dilation[-1]
+
+    def add_row(made: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
+        start, row = at
+        zero = jnp.zeros((), start.dtype)
+        met = lax.dynamic_slice(
+            padded, (zero, zero, *start), (*x.shape[:2], *reach[:-1], reach[-1] + (width - 1) * step)
+        )
+        for i in range(width):
+            low = [0] * (x.ndim - 1) + [i * step]
+            high = [b + n for b, n in zip(low, (*x.shape[:2], *reach), strict=True)]
+            made = made + lax.slice(met, low, high, (1, 1, *window.stride))[:, :, None] * row[:, :, i]
+        return made, None
+
+    first = jnp.zeros((*x.shape[:2], kernel.shape[1], *space), x.dtype)
+    return lax.scan(add_row, first, (starts, jnp.moveaxis(rows, 2, 0)))[0]
 
 
 def _folded(x: Any, weight: Any, window: _Window, ctx: Any) -> Any:
