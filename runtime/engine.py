@@ -22,6 +22,7 @@ from torchtpu.runtime.device.loaded import Loaded
 from torchtpu.runtime.device.sizes import nbytes_of
 
 from .compile.builder import Builder
+from .compile.capacity import Capacity
 from .compile.compiler import Compiler, NotCompiledError
 from .compile.failing import failing
 from .compile.plan_cache import Plans
@@ -60,8 +61,9 @@ class Engine:
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
     lowerings ask; `knob` gives the settings clusters, log, check, memory_limit, debug_nans, policy and
     num_compile_threads; `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors
-    (see `Memory`). A `journal` hears of every program and of what became of it; `observers`, a list that may change,
-    hear of each program and launch, `planned` of each region's program, but for those that are made of known ones.
+    (see `Memory`), and `limit_programs` hears how many programs may stay where that is less than the setting
+    max_programs. A `journal` hears of every program and of what became of it; `observers`, a list that may change, hear
+    of each program and launch, `planned` of each region's program, but for those that are made of known ones.
     `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
     `is_special` which of them do so as single values.
     """
@@ -87,6 +89,7 @@ class Engine:
         is_structural: IsStructural = lambda *_: False,
         is_special: IsStructural = lambda *_: False,
         process_group: ProcessGroup | None = None,
+        limit_programs: Callable[[int], Any] = lambda most: None,
     ) -> None:
         self._observers = observers
         self._planned = planned
@@ -108,12 +111,13 @@ class Engine:
         )
         self.plans = Plans(self.fragments, self.client, store, counters)
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
+        capacity = Capacity(lambda: knob("max_programs"), limit_programs, counters)
         self.compiler = Compiler(
             self.client,
             store,
             counters,
             threads,
-            lambda: knob("max_programs"),
+            capacity,
             may_compile=lambda: knob("policy") != "frozen",
         )
         self._journal = journal
@@ -127,7 +131,17 @@ class Engine:
         first = None if journal or process_group else FIRST_TIERS.get(platform)
         self._piece_layouts = Layouts(is_special)
         self._variants = VariantBuilder(
-            self._builder, self.plans, self.compiler, choices, counters, knob, sweep, first, self._pad_piece, planned
+            self._builder,
+            self.plans,
+            self.compiler,
+            choices,
+            counters,
+            knob,
+            sweep,
+            first,
+            capacity,
+            self._pad_piece,
+            planned,
         )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
         memory = Memory(self.client, counters, knob, release, self.compiler.forget, live_tensors, observers)

@@ -18,9 +18,11 @@ import pytest
 import torch
 from jax._src.interpreters.partial_eval import trace_to_jaxpr
 from memory_script import Largest
+from script import run_script
 
 import torchtpu
 from torchtpu import config, metrics, startup
+from torchtpu.runtime.compile import capacity
 from torchtpu.runtime.execute import fitting
 from torchtpu.runtime.execute.memory import Memory, PendingLaunch
 from torchtpu.runtime.lowering import tracing
@@ -186,6 +188,33 @@ def test_a_thread_that_makes_many_regions_keeps_within_its_caps(small_caps: None
     assert len(startup.engine().compiler.digests()) <= 8
     kept = startup.engine().fragments
     assert len(kept._known) + len(kept._older) <= 32
+
+
+def test_programs_go_before_the_process_has_no_memory_maps_left() -> None:
+    used, limit = capacity.memory_maps()
+    assert 0 < used < limit
+    ended = run_script(
+        """
+        import torch
+        from torchtpu import config, metrics, startup
+        from torchtpu.runtime.compile import capacity
+
+        config.set(max_programs=64)
+        capacity.memory_maps = lambda: (800, 1000)
+        x = torch.arange(64.0, device="tpu")
+        for i in range(64):
+            assert torch.equal((x[: i + 1] + 1).neg().cpu(), -(torch.arange(i + 1.0) + 1))
+        now = metrics.snapshot()
+        assert now["memory_map_collections"] == 2, now
+        assert now["trie_plans"] <= 2 * 16 and now["streams_forgotten"] >= 16, now
+        assert len(startup.engine().compiler.digests()) <= 16
+        config.set(max_trie_nodes=1000)
+        """,
+        TORCHTPU_PADDING="0",
+    )
+    assert ended.status == 0, ended.err
+    assert "from now on at most 32 programs stay in memory" in ended.err
+    assert "from now on at most 16 programs stay in memory" in ended.err
 
 
 def test_what_is_used_stays_while_other_regions_come_and_go(small_caps: None) -> None:

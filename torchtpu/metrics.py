@@ -36,7 +36,8 @@ def snapshot() -> dict[str, Any]:
     - `recompilations`: {reason: count}, by the op, its line, and what of which argument varied.
     - `regions_padded` serve several sizes that change, `regions_not_padded` {cause and line: count} do not.
     - `bailouts`: {optimisation and error: count} of optimisations that failed: their regions run in the plain form.
-    - `memory_waits`, `memory_collections`, `regions_split`, `ops_repeated`, `out_of_memory`: for want of memory.
+    - `memory_waits`, `memory_collections`, `regions_split`, `ops_repeated`, `out_of_memory`: for want of memory;
+      `memory_map_collections`: fewer programs stay since then, for want of memory maps.
 
     Of single ops:
 

@@ -48,6 +48,7 @@ class LazyEngine:
         self.counters = Counters(bailouts=Bailouts(lambda: "cluster" in config.get("log")))
         self.observers: list[Observer] = []  # explain's
         self.recompilations: Any = None  # what has varied, once the engine has started
+        self.most_programs: int | None = None  # that may stay, where memory maps run short
         self.served: dict[str, str] = {}  # every op name registered -> the op whose lowering serves it
         self._lock = threading.Lock()
         self._engine: Any = None  # guarded by _lock until it is set; set once
@@ -295,7 +296,19 @@ def _apply(name: str, value: Any) -> None:
     elif name == "debug_nans" and is_in_use():
         _C.forget_streams()  # their programs check nothing, or too much
     elif name in _LIMITS:
-        _C.set_limits(*(config.get(knob) for knob in _LIMITS))
+        _set_limits()
+
+
+def _set_limits() -> None:
+    limits = {knob: config.get(knob) for knob in _LIMITS}
+    if _lazy.most_programs is not None:
+        limits["max_programs"] = min(limits["max_programs"], _lazy.most_programs)
+    _C.set_limits(*(limits[knob] for knob in _LIMITS))
+
+
+def _limit_programs(most: int) -> None:
+    _lazy.most_programs = most
+    _set_limits()
 
 
 class _StepLimit:
@@ -374,6 +387,7 @@ def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
         is_structural=_is_structural,
         is_special=_is_special,
         process_group=process_group,
+        limit_programs=_limit_programs,
     )
 
 

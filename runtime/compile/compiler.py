@@ -21,6 +21,7 @@ from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.device.loaded import Loaded
 from torchtpu.runtime.telemetry.counters import Counters
 
+from .capacity import Capacity
 from .plan_cache import Plan
 
 _JOIN_SECONDS = 1.0
@@ -66,7 +67,7 @@ class Compiler:
         store: Store,
         counters: Counters,
         threads: int,
-        capacity: Callable[[], int] = lambda: 1024,
+        capacity: Capacity,
         *,
         may_compile: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -298,6 +299,7 @@ class Compiler:
             done = [k for k, f in self._flights.items() if f.done()]
             for old in done[: max(0, len(self._flights) - self._capacity())]:
                 del self._flights[old]
+        self._capacity.note_loaded()
 
     def _load_or_compile(self, plan: Plan, device: int, note: Note | None) -> Loaded:
         if plan.calls_lapack:

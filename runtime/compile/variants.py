@@ -97,6 +97,7 @@ class VariantBuilder:
         knob: Callable[[str], Any],
         sweep: Sweep | None,
         first: FirstTier | None,
+        capacity: Callable[[], int],
         pad: Pad,
         planned: Callable[[Program], Any],
     ) -> None:
@@ -108,7 +109,7 @@ class VariantBuilder:
         self.knob = knob
         self.sweep = sweep
         self.first = first
-        self.stock = Stock(builder, plans, compiler, first, lambda: knob("max_programs"), pad)
+        self.stock = Stock(builder, plans, compiler, first, capacity, pad)
         self.planned = planned
         self.refused: set[str] = set()
         self.spare_time = SpareTime(len(os.sched_getaffinity(0)))

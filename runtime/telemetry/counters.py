@@ -52,6 +52,7 @@ class Counters:
     offset_variants: int = 0
     memory_waits: int = 0
     memory_collections: int = 0
+    memory_map_collections: int = 0
     regions_split: int = 0
     ops_repeated: int = 0
     out_of_memory: int = 0
