@@ -61,11 +61,11 @@ class Engine:
     `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
     lowerings ask; `knob` gives the settings clusters, log, check, memory_limit, debug_nans, policy and
     num_compile_threads; `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors
-    (see `Memory`), and `limit_programs` hears how many programs may stay where that is less than the setting
-    max_programs. A `journal` hears of every program and of what became of it; `observers`, a list that may change, hear
-    of each program and launch, `planned` of each region's program, but for those that are made of known ones.
-    `collectives` is the op that ranks run together, `is_structural` says which numbers change what an op means,
-    `is_special` which of them do so as single values.
+    (see `Memory`), `programs_held` says how many programs op streams lead to, and `limit_programs` hears how many may
+    stay, where that is less than the setting max_programs. A `journal` hears of every program and of what became of it;
+    `observers`, a list that may change, hear of each program and launch, `planned` of each region's program, but for
+    those that are made of known ones. `collectives` is the op that ranks run together, `is_structural` says which
+    numbers change what an op means, `is_special` which of them do so as single values.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Engine:
         is_structural: IsStructural = lambda *_: False,
         is_special: IsStructural = lambda *_: False,
         process_group: ProcessGroup | None = None,
+        programs_held: Callable[[], int] = lambda: sys.maxsize,
         limit_programs: Callable[[int], Any] = lambda most: None,
     ) -> None:
         self._observers = observers
@@ -111,7 +112,7 @@ class Engine:
         )
         self.plans = Plans(self.fragments, self.client, store, counters)
         threads = knob("num_compile_threads") or max(1, len(os.sched_getaffinity(0)) // 2)
-        capacity = Capacity(lambda: knob("max_programs"), limit_programs, counters)
+        capacity = Capacity(lambda: knob("max_programs"), programs_held, limit_programs, counters)
         self.compiler = Compiler(
             self.client,
             store,

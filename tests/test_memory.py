@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -200,21 +201,21 @@ def test_programs_go_before_the_process_has_no_memory_maps_left() -> None:
         from torchtpu.runtime.compile import capacity
 
         config.set(max_programs=64)
-        capacity.memory_maps = lambda: (800, 1000)
         x = torch.arange(64.0, device="tpu")
         for i in range(64):
+            capacity.memory_maps = lambda: (800 if i == 40 else 700, 1000)
             assert torch.equal((x[: i + 1] + 1).neg().cpu(), -(torch.arange(i + 1.0) + 1))
+            startup.engine().compiler._capacity._unseen = 0
         now = metrics.snapshot()
-        assert now["memory_map_collections"] == 2, now
-        assert now["trie_plans"] <= 2 * 16 and now["streams_forgotten"] >= 16, now
-        assert len(startup.engine().compiler.digests()) <= 16
+        assert now["memory_map_collections"] == 1, now
+        assert now["trie_plans"] < 30 and now["streams_forgotten"] > 30, now
+        assert len(startup.engine().compiler.digests()) < 30
         config.set(max_trie_nodes=1000)
         """,
         TORCHTPU_PADDING="0",
     )
     assert ended.status == 0, ended.err
-    assert "from now on at most 32 programs stay in memory" in ended.err
-    assert "from now on at most 16 programs stay in memory" in ended.err
+    assert re.search(r"800 of 1000 memory maps are in use; from now on at most (19|2\d) programs stay", ended.err)
 
 
 def test_what_is_used_stays_while_other_regions_come_and_go(small_caps: None) -> None:

@@ -387,6 +387,7 @@ def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
         is_structural=_is_structural,
         is_special=_is_special,
         process_group=process_group,
+        programs_held=lambda: _C.stats()["trie_plans"],
         limit_programs=_limit_programs,
     )
 

@@ -16,14 +16,22 @@ from torchtpu.runtime.telemetry.counters import Counters
 _FULL = 0.75
 _FEWEST = 16
 _MAPS_OF_LARGE = 256  # of one program: counting takes longer than loading a small one
+_MADE_MEANWHILE = 256  # programs, until those that may go have gone
 
 
 class Capacity:
-    """The most programs that stay in memory, per thread that records; `lower` is told where this falls below what the
-    user `allows`."""
+    """The most programs that stay in memory, per thread that records. Where this falls below what the user `allows`, it
+    is half of those that are `held` then, and `lower` is told."""
 
-    def __init__(self, allows: Callable[[], int], lower: Callable[[int], None], counters: Counters) -> None:
+    def __init__(
+        self,
+        allows: Callable[[], int],
+        held: Callable[[], int],
+        lower: Callable[[int], None],
+        counters: Counters,
+    ) -> None:
         self._allows = allows
+        self._held = held
         self._lower = lower
         self._counters = counters
         self._lock = threading.Lock()  # guards what follows
@@ -40,12 +48,15 @@ class Capacity:
             self._unseen -= 1
             if self._unseen >= 0:
                 return
-            used, limit = memory_maps()
+            self._unseen = _MADE_MEANWHILE
+        used, limit = memory_maps()
+        if used <= _FULL * limit:
             self._unseen = max(_FEWEST, int(_FULL * limit - used) // _MAPS_OF_LARGE)
-            most = self()
-            if used <= _FULL * limit or most <= _FEWEST:
-                return
-            self._lowered = most = max(_FEWEST, most // 2)
+            return
+        most = max(_FEWEST, min(self(), self._held()) // 2)
+        if most >= self():
+            return
+        self._lowered = most
         self._counters.memory_map_collections += 1
         log.write(
             f"tpu: {used} of {limit} memory maps are in use; from now on at most {most} programs stay in memory "
