@@ -48,15 +48,13 @@ class Capacity:
             self._unseen -= 1
             if self._unseen >= 0:
                 return
-            self._unseen = _MADE_MEANWHILE
-        used, limit = memory_maps()
-        if used <= _FULL * limit:
-            self._unseen = max(_FEWEST, int(_FULL * limit - used) // _MAPS_OF_LARGE)
-            return
-        most = max(_FEWEST, min(self(), self._held()) // 2)
-        if most >= self():
-            return
-        self._lowered = most
+            used, limit = memory_maps()
+            left = int(_FULL * limit) - used
+            self._unseen = max(_FEWEST, left // _MAPS_OF_LARGE) if left >= 0 else _MADE_MEANWHILE
+            most = max(_FEWEST, min(self(), self._held()) // 2)
+            if left >= 0 or most >= self():
+                return
+            self._lowered = most
         self._counters.memory_map_collections += 1
         log.write(
             f"tpu: {used} of {limit} memory maps are in use; from now on at most {most} programs stay in memory "
