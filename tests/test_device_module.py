@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from script import run_script
 from torch import nn
 
 from torchtpu import config, metrics
@@ -342,6 +343,61 @@ def test_attention_of_jagged_tensors(is_causal):
     torch.testing.assert_close(found.cpu(), flat)
     for one, parts in zip(ours, expected, strict=True):
         torch.testing.assert_close(one.grad.values().cpu(), torch.cat([part.grad for part in parts]))
+
+
+def test_attention_of_jagged_tensors_that_do_not_know_their_longest_sequence():
+    values, offsets = torch.randn(9, 2, 4), torch.tensor([0, 3, 4, 9])
+    found = []
+    for device in ("cpu", "tpu"):
+        x = values.to(device).detach().requires_grad_()
+        heads = torch.nested.nested_tensor_from_jagged(x, offsets.to(device)).transpose(1, 2)
+        made = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).values()
+        (grad,) = torch.autograd.grad(made.sin().sum(), x)
+        found.append((made.detach().cpu(), grad.cpu()))
+    torch.testing.assert_close(*reversed(found))
+
+
+def test_jagged_tensors_of_empty_sequences():
+    x = torch.randn(0, 2, 4, device="tpu", requires_grad=True)
+    jagged = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 0, 0], device="tpu"))
+    jagged.to_padded_tensor(0.0).sum().backward()
+    heads = jagged.transpose(1, 2)
+    assert torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).values().cpu().numel() == 0
+    assert x.grad.cpu().shape == (0, 2, 4)
+
+
+def test_a_jagged_length_that_no_op_takes_leaves_the_other_arguments_alone():
+    """In a process of its own: what is freed too often ends it."""
+    ended = run_script(
+        """
+        import gc, torch
+        offsets = torch.tensor([0, 3, 4, 9], device="tpu")
+        jagged = torch.nested.nested_tensor_from_jagged(torch.randn(9, 4, device="tpu"), offsets)
+        x = torch.ones(3, 5, 4, device="tpu")
+        for _ in range(20):
+            try:
+                torch.ops.aten.native_layer_norm(x, jagged.shape[1:], None, None, 1e-5)
+            except RuntimeError as error:
+                assert "concrete integers" in str(error), error
+            else:
+                raise AssertionError
+        gc.collect()
+        print(x.sum().item())
+        """
+    )
+    assert (ended.status, ended.out) == (0, "60.0\n"), ended.err
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_attention_under_vmap_and_gradients_per_sample():
+    batch = torch.randn(3, 1, 2, 4, 4)
+
+    def loss(x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x).sin().sum()
+
+    grad = torch.func.grad
+    for transform in (torch.vmap(loss), torch.vmap(grad(loss)), grad(lambda x: torch.vmap(loss)(x).sum())):
+        torch.testing.assert_close(transform(batch.to("tpu")).cpu(), transform(batch))
 
 
 def test_the_backend_has_the_name_that_transformers_asks_for_too():

@@ -48,7 +48,9 @@ def pad_for_attention(sdpa: ModuleType) -> None:
 
 def _padded(jagged: Any) -> Tensor:
     """[batch, heads, longest, features] of [batch, heads, lengths, features]."""
-    return torch.nested.to_padded_tensor(jagged.transpose(1, 2), 0.0).transpose(1, 2)
+    longest = jagged._get_max_seqlen()  # kept with the tensor, and a bound where it was not
+    made: Tensor = torch.nested.to_padded_tensor(jagged.transpose(1, 2), 0.0)
+    return made[:, :longest].transpose(1, 2)
 
 
 def _mask(query: Any, key: Any, is_causal: bool) -> Tensor:

@@ -6,7 +6,12 @@
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/linear_native.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+
+#include "device/gil.h"
+
+namespace py = pybind11;
 
 namespace at::native {
 
@@ -23,12 +28,26 @@ bool has_matching_shapes(const Tensor& query, const Tensor& key, const Tensor& v
          size(key, 1) == size(value, 1) && size(key, 2) == size(value, 2) && size(query, 3) == size(key, 3);
 }
 
+// Whether the call is under torch.func.vmap, which has no rule for the fused op.
+bool is_batched(const Tensor& t) {
+  if (t.key_set().has(DispatchKey::FuncTorchBatched)) return true;
+  if (!t.key_set().has(DispatchKey::FuncTorchGradWrapper)) return false;
+  torchtpu::AcquireGil gil;
+  auto functorch = py::module_::import("torch._C._functorch");  // its C++ headers need one that PyTorch does not bring
+  py::object vmap = functorch.attr("TransformType").attr("Vmap");
+  for (auto transform : functorch.attr("get_interpreter_stack")()) {
+    if (transform.attr("key")().equal(vmap)) return true;
+  }
+  return false;
+}
+
 // The fused op takes what is dense, of matching shapes and differentiated in reverse; the composite takes the rest.
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>&,
                          double, bool, std::optional<double>, bool is_grouped) {
   bool is_fused = at::globalContext().userEnabledOverrideableSDP() && isFloatingType(query.scalar_type()) &&
                   has_matching_shapes(query, key, value, is_grouped) && !has_forward_grad(query) &&
-                  !has_forward_grad(key) && !has_forward_grad(value);
+                  !has_forward_grad(key) && !has_forward_grad(value) && !is_batched(query) && !is_batched(key) &&
+                  !is_batched(value);
   if (!is_fused) {
     TORCH_CHECK(at::globalContext().userEnabledMathSDP(), "No available kernel. Aborting execution.");
   }

@@ -20,7 +20,10 @@ template <size_t N>
 class Borrowed {
  public:
   template <class... Args>
-  explicit Borrowed(const Args&... args) : values_{borrowed(args)...} {}
+  explicit Borrowed(const Args&... args) : Borrowed() {  // from here on the destructor runs, should one of them throw
+    size_t i = 0;
+    ((values_[i++] = borrowed(args)), ...);
+  }
   Borrowed(const Borrowed&) = delete;
   Borrowed& operator=(const Borrowed&) = delete;
   ~Borrowed() {
@@ -31,6 +34,8 @@ class Borrowed {
   const IValue* data() const { return values_.data(); }
 
  private:
+  Borrowed() = default;
+
   static IValue borrowed(const at::Tensor& t) { return c10::MaybeOwnedTraits<at::Tensor>::createBorrow(t); }
   static IValue borrowed(const std::optional<at::Tensor>& t) { return t ? borrowed(*t) : IValue(); }
   template <class T>

@@ -170,11 +170,10 @@ def _check_count(ctx: Context, ok: Any, values: Any) -> None:
 
 
 @lowering("_unsafe_masked_index")
-def unsafe_masked_index(x, mask, indices, fill):
+def unsafe_masked_index(x, mask, indices, fill, *, ctx):
     fill = jnp.asarray(fill).astype(x.dtype)
     if x.size == 0:
-        shape = jnp.broadcast_shapes(mask.shape, *(i.shape for i in indices if i is not None))
-        return jnp.broadcast_to(fill, shape)
+        return jnp.broadcast_to(fill, ctx.results[0][0])
     return jnp.where(mask, x.at[_clamped(x, indices)].get(**PROMISED), fill)
 
 
