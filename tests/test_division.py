@@ -17,6 +17,7 @@ from test_engine import make_engine
 import torchtpu
 from torchtpu import config, metrics, startup
 from torchtpu.runtime import _C
+from torchtpu.runtime.compile.stock import Stock
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.partition.pieces import Divider
@@ -353,3 +354,28 @@ def test_a_piece_that_cannot_be_lowered_leaves_the_whole(monkeypatch: pytest.Mon
         x = torch.relu(x + 1)
     assert x.tolist() == [10.0] * 3
     assert startup.engine_counters().bailouts.counts()
+
+
+def test_a_piece_that_is_forgotten_while_it_is_compiled_is_launched_as_it_was_compiled(
+    in_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = Stock.submit
+
+    def forgetful(stock: Stock, pieces: Any, device: int) -> Any:
+        made = submit(stock, pieces, device)
+        stock._known.clear()
+        stock._forms.clear()
+        return made
+
+    monkeypatch.setattr(Stock, "submit", forgetful)
+    monkeypatch.setattr(Stock, "visit", lambda stock, line: 1000)  # sizes may change from here on
+    rows = [torch.arange(5.0 * n).reshape(5, n).div(7) for n in (4, 23, 31, 3)]
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = (x * 1.01).sin().cumsum(0).neg()
+        return x
+
+    found = [chain(x.to("tpu")) for x in rows]
+    for made, x in zip(found, rows, strict=True):
+        torch.testing.assert_close(made.cpu(), chain(x))

@@ -39,6 +39,14 @@ class _Known(NamedTuple):
     loss_ms: float
 
 
+class PieceBuild(NamedTuple):
+    """A piece's program that is being compiled, and the padded form that it is of, if it is: what is known of the piece
+    may be forgotten meanwhile."""
+
+    build: Build
+    padded: PaddedProgram | None
+
+
 class Stock:
     """What is known of pieces in this process, at most `capacity` of them; none where there is no `first` tier."""
 
@@ -186,24 +194,27 @@ class Stock:
         in_use = [executable for executable in found if executable is not None]
         return in_use if len(in_use) == len(found) else None
 
-    def submit(self, pieces: Sequence[Piece], device: int) -> dict[int, Build]:
+    def submit(self, pieces: Sequence[Piece], device: int) -> dict[int, PieceBuild]:
         """Has the different programs of these pieces compiled, the smallest first; by identity."""
         different = sorted({piece.identity: piece for piece in pieces}.values(), key=lambda piece: piece.num_ops)
         known = {piece.identity: (piece, self._find(piece)) for piece in different}
         return {
-            identity: self._builder.submit(padded.program if padded else piece.program, plan, device, tier="pieces")
+            identity: PieceBuild(
+                self._builder.submit(padded.program if padded else piece.program, plan, device, tier="pieces"), padded
+            )
             for identity, (piece, (plan, padded, _)) in known.items()
         }
 
-    def executable(self, piece: Piece, build: Build, device: int) -> Launchable:
+    def executable(self, piece: Piece, submitted: PieceBuild, device: int) -> Launchable:
         """What launches a piece where it stands, once its program is compiled; raises why it is not."""
+        build, padded = submitted
         key = piece.identity, device, piece.lines
         known = self._executables.get(key)
         if known is None or getattr(known, "loaded", None) is not build.flight.result():
             program, plan = piece.program, build.plan
             plan = replace(plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in plan.checks))
             own = Build(build.program, plan, about_of(program, plan, "pieces"), build.flight)
-            made, padded = self._builder.executable(own, device), self._find(piece).padded
+            made = self._builder.executable(own, device)
             known = self._executables[key] = self._builder.padded(padded, made) if padded else made
         return known
 

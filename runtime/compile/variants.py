@@ -447,15 +447,15 @@ class RegionVariants:
             builds.clear()  # as below
             executables = []
             for piece in pieces:
-                build = flown[piece.identity]
-                with failing(functools.partial(_fail, made, build.about)):
-                    executables.append(stock.executable(piece, build, device))
+                submitted = flown[piece.identity]
+                with failing(functools.partial(_fail, made, submitted.build.about)):
+                    executables.append(stock.executable(piece, submitted, device))
                 if made.done():
                     return
             with failing(made.set_exception):
                 made.set_result(Parts(self._program, pieces, executables.__getitem__))
 
-        _when_all(list(builds.values()), tell)
+        _when_all([submitted.build for submitted in builds.values()], tell)
         return made
 
     def _form(self, executables: dict[int, Executable]) -> Executable | Parts:
