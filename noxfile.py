@@ -14,7 +14,7 @@ nox.options.reuse_existing_virtualenvs = True
 
 TORCHS = ("2.13", "2.14", "2.15")
 PYTHONS = ("3.11", "3.12", "3.13")
-BUILD_TOOLS = ("setuptools>=77", "wheel", "ninja")
+BUILD_TOOLS = ("setuptools>=77", "wheel", "ninja", "build")
 # jax 0.11 and later need Python 3.12.
 COMBINATIONS = [
     ("3.11", "2.13", "0.10"),

