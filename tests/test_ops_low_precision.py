@@ -36,6 +36,17 @@ def test_casts_to_float8_saturate_as_pytorchs_do(dtype: torch.dtype) -> None:
     torch.testing.assert_close(wide.float(), (x + 1).to(torch.float8_e5m2).float(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32], ids=str)
+def test_floats_beyond_a_narrow_integer_wrap_as_on_the_cpu(dtype: torch.dtype) -> None:
+    x = torch.tensor([-1.0, -1.5, 255.9, 256, 300, -300, 32768, 65536 + 7, -70000, 2**31 - 128])
+    for source in (x, x.double(), x[:6].bfloat16()):
+        assert torch.equal(source.to("tpu").to(dtype).cpu(), source.to(dtype))
+        assert torch.equal((source.to("tpu") + 1).to(dtype).cpu(), (source + 1).to(dtype))
+        assert torch.equal(
+            torch.empty(source.shape, dtype=dtype, device="tpu").copy_(source.to("tpu")).cpu(), source.to(dtype)
+        )
+
+
 def scaled(device: str, rows: bool) -> torch.Tensor:
     torch.manual_seed(0)
     a, b = torch.randn(16, 32).to(E4), torch.randn(48, 32).to(E4)

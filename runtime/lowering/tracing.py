@@ -301,6 +301,12 @@ def _as_recorded(made: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     return _cast(array, dtype)
 
 
+# What PyTorch's CPU and CUDA kernels cast floats to on the way to integers that are narrower.
+_BY_WAY_OF = {
+    torch.uint8: "int32", torch.int8: "int32", torch.int16: "int32", torch.uint16: "int32", torch.uint32: "int64",
+}  # fmt: skip
+
+
 def _cast(array: Any, dtype: torch.dtype) -> Any:
     import jax.numpy as jnp
 
@@ -309,8 +315,8 @@ def _cast(array: Any, dtype: torch.dtype) -> Any:
     if dtype == torch.float8_e4m3fn and jnp.issubdtype(array.dtype, jnp.floating):
         # PyTorch's largest number stands for all that are larger, XLA's NaN does.
         array = jnp.clip(array, -448, 448)
-    if dtype == torch.uint8 and jnp.issubdtype(array.dtype, jnp.floating):
-        array = array.astype(jnp.int64)  # -1.0 becomes 255; XLA would make it 0
+    if dtype in _BY_WAY_OF and jnp.issubdtype(array.dtype, jnp.floating):
+        array = array.astype(_BY_WAY_OF[dtype])  # uint8: 300.0 becomes 44 and -1.0 255; XLA would make them 255 and 0
     return array.astype(_name(dtype))
 
 
