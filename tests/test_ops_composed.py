@@ -49,6 +49,15 @@ def convolved(call: Any, x: torch.Tensor, weight: torch.Tensor, *window: Any) ->
     return made, *torch.autograd.grad(made.square().sum(), (x, weight, bias))
 
 
+def by_vector(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What linear makes of a weight that is a vector, and its gradients."""
+    x, weight = x.detach().requires_grad_(), torch.arange(4.0, device=x.device).requires_grad_()
+    made = functional.linear(x, weight)
+    with torch.inference_mode():
+        without = functional.linear(x, weight)
+    return made, without, *torch.autograd.grad(made.square().sum(), (x, weight))
+
+
 def of_pixels(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A convolution of images of one pixel whose strides say channels_last, and its gradients."""
     pixels = x[:, :, 0, 0].contiguous().view(2, 1, 1, 2).permute(0, 3, 1, 2)
@@ -128,6 +137,7 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
         SAMPLE,
     ),
     "linear combination": (lambda x: aten._compute_linear_combination(x.view(3, 2, 4), x.view(8, 3)), SAMPLE),
+    "linear by a vector": (lambda x: by_vector(x.view(2, 3, 4)) + by_vector(x.view(6, 4)) + by_vector(x[:4]), SAMPLE),
     "in place": (written, SAMPLE),
     "filled with a number of the host": (
         lambda x: x.view(4, 6).t().index_fill(0, torch.tensor([1, 3], device=x.device), torch.tensor(2.5)),

@@ -65,16 +65,16 @@ namespace torchtpu {
 namespace {
 
 // One op forward and one backward, which keep the input's dimensions, by linear's generated autograd kernel. It has no
-// forward-mode formula and no second derivative of complex numbers, and whoever watches the dispatch expects the ops
-// that CUDA shows: these take the composite path.
+// forward-mode formula, no second derivative of complex numbers and no derivative by a weight that is a vector, and
+// whoever watches the dispatch expects the ops that CUDA shows: these take the composite path.
 at::Tensor linear(c10::DispatchKeySet keys, const at::Tensor& input, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias) {
   static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::linear", "");
   // Of all devices only this one has it: the others' autograd keys hold the composite.
   static const auto generated = handle.getComputedKernelForDispatchKey(c10::DispatchKey::AutogradNestedTensor);
   auto is_dual = [](const at::Tensor& t) { return t.defined() && t._fw_grad(0).defined(); };
-  if (keys.has(c10::DispatchKey::Python) || input.is_complex() || is_dual(input) || is_dual(weight) ||
-      (bias && is_dual(*bias))) {
+  if (keys.has(c10::DispatchKey::Python) || input.is_complex() || weight.dim() != 2 || is_dual(input) ||
+      is_dual(weight) || (bias && is_dual(*bias))) {
     return at::native::linear(input, weight, bias);
   }
   torch::jit::Stack stack{input, weight, bias};

@@ -209,12 +209,14 @@ def addr(self, vec1, vec2, *, beta=1, alpha=1, ctx):
 
 
 def _infer_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    fits = weight.dim() == 2 and input.dim() > 0 and input.shape[-1] == weight.shape[1] and input.dtype == weight.dtype
-    if not fits or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype)):
+    is_vector = weight.dim() == 1 and (bias is None or input.dim() != 2)
+    fits = (weight.dim() == 2 or is_vector) and input.dim() > 0
+    fits = fits and input.shape[-1] == weight.shape[-1] and input.dtype == weight.dtype
+    if not fits or (bias is not None and (bias.shape != weight.shape[:-1] or bias.dtype != weight.dtype)):
         raise RuntimeError("input and weight cannot be multiplied")
     if input.dim() > 2 and not input.is_contiguous():
         return torch.ops.aten.linear(input, weight, bias)  # some layouts are kept
-    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+    return input.new_empty((*input.shape[:-1], *weight.shape[:-1]))
 
 
 @lowering("linear", infer=_infer_linear, multiplies=True)
