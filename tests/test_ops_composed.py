@@ -137,6 +137,10 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
         SAMPLE,
     ),
     "linear combination": (lambda x: aten._compute_linear_combination(x.view(3, 2, 4), x.view(8, 3)), SAMPLE),
+    "integers at a threshold": (
+        lambda x: (functional.threshold(x, -1.7, -4.3), functional.hardtanh(x, -2.5, 2**60)),
+        torch.tensor([-3, -2, -1, 0, 1, 2**53 + 1]),
+    ),
     "linear by a vector": (lambda x: by_vector(x.view(2, 3, 4)) + by_vector(x.view(6, 4)) + by_vector(x[:4]), SAMPLE),
     "in place": (written, SAMPLE),
     "filled with a number of the host": (

@@ -23,8 +23,15 @@ def add_relu(self, other, alpha=1):
     return jnp.maximum(self + other * alpha, 0)
 
 
-@pointwise("threshold")
+def _in_own_dtype(x, *numbers):
+    """Elements and numbers as kernels compute them that cast the numbers to the elements, whole ones for integers."""
+    x = opmath(x)
+    return x, *(jnp.asarray(number).astype(x.dtype) for number in numbers)
+
+
+@lowering("threshold", lifts=True)
 def threshold(self, threshold, value):
+    self, threshold, value = _in_own_dtype(self, threshold, value)
     return jnp.where(self <= threshold, value, self)
 
 
@@ -84,8 +91,9 @@ def softplus_backward(grad_output, self, beta, threshold):
     return jnp.where(scaled > threshold, grad_output, grad_output * lax.logistic(scaled))
 
 
-@pointwise("hardtanh", infer=like)
+@lowering("hardtanh", infer=like, lifts=True)
 def hardtanh(self, min_val=-1, max_val=1):
+    self, min_val, max_val = _in_own_dtype(self, min_val, max_val)
     return jnp.minimum(jnp.maximum(self, min_val), max_val)
 
 
