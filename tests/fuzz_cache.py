@@ -220,12 +220,11 @@ def bundles() -> Target:
 
 
 def manifests() -> Target:
-    import test_manifest
-    import test_plans
+    import program_samples
 
     from torchtpu.runtime.ir import manifest
 
-    programs = [test_manifest.PROGRAM, test_plans.at_an_offset()]
+    programs = [program_samples.PROGRAM, program_samples.at_an_offset()]
     recorded = [manifest.RecordedProgram(program, guessed_since="train.py:1") for program in programs]
     corpus = [json.dumps(manifest._encode_recorded(one)).encode() for one in recorded]
 
@@ -244,9 +243,9 @@ def manifests() -> Target:
 
 def plans() -> Target:
     """What plans, fragments, places of clusters and programs that grew are kept as, the kind before each."""
+    import engine_support
+    import program_samples
     import record_support
-    import test_engine
-    import test_plans
     import torch
 
     from torchtpu.runtime.compile import plan_cache
@@ -254,11 +253,11 @@ def plans() -> Target:
     from torchtpu.runtime.lowering import fragments
     from torchtpu.runtime.partition.clusters import Places
 
-    programs = {b"p": test_plans.recorded(), b"q": test_plans.at_an_offset()}
+    programs = {b"p": program_samples.recorded(), b"q": program_samples.at_an_offset()}
     ops = {op.name: op for program in programs.values() for op in program.ops}
     with tempfile.TemporaryDirectory() as folder:
         store = DirectoryStore(folder)
-        engine = test_engine.make_engine(store=store)
+        engine = engine_support.make_engine(store=store)
         try:
             for program in programs.values():
                 engine.plans.find(program, is_flat=False)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cache_support
+import engine_support
 import jaxlib
 import pytest
-import test_engine
 import torch
 from record_support import Record
 
@@ -35,8 +35,8 @@ def run(home: Path, record: Record) -> Callable[[], Counters]:
     """Checks the program's values in a new engine, and gives the engine's counts."""
 
     def run() -> Counters:
-        engine = test_engine.make_engine(store=DirectoryStore(home))
-        test_engine.check(engine, record, record.made)
+        engine = engine_support.make_engine(store=DirectoryStore(home))
+        engine_support.check(engine, record, record.made)
         engine.close()
         return engine.counters
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_support import TABLE, Plan, Work, make_engine, run_recorded
 from record_support import Record
-from test_engine import TABLE, Plan, Work, make_engine
 
 import torchtpu
 from torchtpu.runtime.engine import Engine
@@ -57,16 +57,6 @@ def programs(parts: list[Part]) -> list[int]:
     return [known.setdefault(id(part.program), len(known)) for part in parts]
 
 
-def run(engine: Engine, program: Program, record: Record) -> list[torch.Tensor]:
-    plan = Plan(program)
-    engine.plan(plan)
-    inputs = [engine.upload(tensor.clone(), 0) for tensor in record.inputs]
-    work: Any = Work(plan.wait(), inputs)
-    engine.launch(work)
-    assert work.error is None, work.error
-    return [engine.download(array) for array in work.outputs]
-
-
 @pytest.mark.parametrize(
     ("letters", "shortest", "runs"),
     [
@@ -106,7 +96,7 @@ def test_layers_are_one_program(engine: Engine) -> None:
 def test_layers_compute_what_the_whole_computes(engine: Engine) -> None:
     with Record() as record:
         y = layers(record, 6)
-    (made,) = run(engine, record.program(y), record)
+    (made,) = run_recorded(engine, record.program(y), record)
     torch.testing.assert_close(made, *record.expected(y))
     assert engine.counters.programs_compiled == 1
     assert engine.counters.launches == 6
@@ -118,7 +108,7 @@ def test_what_only_one_layer_puts_out_is_no_other_program(engine: Engine) -> Non
         y = layers(record, 3)
     program = record.program(x, y)
     assert len(set(programs(parts_of(engine, program)))) == 1
-    for made, expected in zip(run(engine, program, record), record.expected(x, y), strict=True):
+    for made, expected in zip(run_recorded(engine, program, record), record.expected(x, y), strict=True):
         torch.testing.assert_close(made, expected)
 
 
@@ -132,7 +122,7 @@ def test_steps_that_read_at_other_places_are_one_program(engine: Engine) -> None
     parts = parts_of(engine, program)
     assert programs(parts) == [0] * 6
     assert [part.offsets for part in parts] == [(8 * step,) for step in range(6)]
-    (made,) = run(engine, program, record)
+    (made,) = run_recorded(engine, program, record)
     torch.testing.assert_close(made, *record.expected(h))
 
 
@@ -144,7 +134,7 @@ def test_a_part_takes_the_memory_of_nothing_that_is_read_later(engine: Engine) -
     for part in parts_of(engine, program):
         later = [value for value in part.inputs if value == ~0]
         assert not later or part.inputs.index(~0) not in part.program.donated or part.outputs == program.outputs
-    (made,) = run(engine, program, record)
+    (made,) = run_recorded(engine, program, record)
     torch.testing.assert_close(made, *record.expected(z))
 
 
@@ -161,7 +151,7 @@ def test_steps_that_hand_on_weights_are_one_program(engine: Engine) -> None:
     with Record() as record:
         w = descent(record, 8)
     assert len(set(programs(parts_of(engine, record.program(w))))) == 1
-    (made,) = run(engine, record.program(w), record)
+    (made,) = run_recorded(engine, record.program(w), record)
     torch.testing.assert_close(made, *record.expected(w), rtol=1e-5, atol=1e-5)
 
 
@@ -179,7 +169,7 @@ def test_lists_are_taken_apart_where_their_elements_are_apart(engine: Engine) ->
         made = torch._foreach_add(torch._foreach_add(tensors, tensors), tensors)
         crossed = torch._foreach_add(made, [*made[2:], *made[:2]])
     program = record.program(*made, *crossed)
-    for array, expected in zip(run(engine, program, record), record.expected(*made, *crossed), strict=True):
+    for array, expected in zip(run_recorded(engine, program, record), record.expected(*made, *crossed), strict=True):
         torch.testing.assert_close(array, expected)
     assert engine.counters.fragment_traces == 2
 

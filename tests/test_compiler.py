@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_support import make_engine, plan_of, text_of
 from record_support import Record
-from test_engine import make_engine, plan_of, text_of
 
 from torchtpu.runtime.compile.plan_cache import Plan
 from torchtpu.runtime.engine import Engine

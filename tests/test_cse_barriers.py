@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from engine_support import TABLE, make_engine, run_recorded
 from record_support import Record
-from test_clusters import run
-from test_engine import TABLE, make_engine
 
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.ir.program import Program
@@ -46,10 +45,10 @@ def test_a_repeated_op_waits_for_the_newest_result_where_it_is_meant(engine: Eng
         (first, result), (_, later) = found
         assert re.search(rf"{result} = call @mm_", text)
         assert f"{first}#1" != later and re.search(rf"{later} = call @mm_", text)
-    torch.testing.assert_close(run(engine, program, record), expected)
+    torch.testing.assert_close(run_recorded(engine, program, record), expected)
 
 
 def test_an_op_on_other_values_is_no_repetition(engine: Engine) -> None:
     record, program, expected = sharded_step(is_overwritten=True)
     assert "optimization_barrier" not in lower(program, engine.fragments).text
-    torch.testing.assert_close(run(engine, program, record), expected)
+    torch.testing.assert_close(run_recorded(engine, program, record), expected)

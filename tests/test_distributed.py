@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from script import Ended, is_gone
+from script import Ended, torchrun
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 HERE = Path(__file__).resolve().parent
@@ -34,31 +34,6 @@ x = torch.ones(4, device="tpu")
 dist.all_reduce(x)
 assert x.tolist() == [2.0] * 4
 """
-
-
-def torchrun(script: str, *arguments: str, ranks: int = 2, restarts: int = 0, seconds: float = 500) -> Ended:
-    """Runs a script beside this file or elsewhere, or Python code; no process may outlive it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = HERE / script if script.endswith(".py") else Path(folder, "script.py")
-        if not script.endswith(".py"):
-            path.write_text(script)
-        command = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-        process = subprocess.Popen(
-            [sys.executable, *command, str(path), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            start_new_session=True,
-        )
-        try:
-            out, err = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-        assert is_gone(process.pid), "a process outlives torchrun"
-        return Ended(process.returncode, out, err)
 
 
 def start_ranks(code: str, *, timeout: float, waits_for: int, seconds: float = 120) -> list[Ended]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_distributed import torchrun
+from script import torchrun
 from torch.nn import functional as F
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_support import make_engine
 from record_support import Record
-from test_engine import make_engine
 
 import torchtpu
 from torchtpu import config, metrics, startup

@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 from fault_table import FAULTS, Training, rows_of, run_case
-from test_distributed import torchrun
+from script import torchrun
 
 # Each fault is met once by default, on the first visit or on a later one.
 CASES = [

@@ -193,3 +193,9 @@ def test_a_cpp_file_says_what_it_is_for(path: Path) -> None:
     said_in_header = text.startswith(f'#include "{path.parent.name}/{path.stem}.h"')
     assert text.startswith("//") or said_in_header, "the first line says what the file is for"
     assert not OPEN_END.search(text), "an open end belongs in docs/known_gaps.md"
+
+
+def test_tests_import_nothing_from_other_tests() -> None:
+    for path in SCRIPTS:
+        others = {m for m in imports_of(path) if m.startswith("test_") and m != path.stem}
+        assert not others, f"{name_of(path)} imports {sorted(others)}"

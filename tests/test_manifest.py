@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from program_samples import OP, PROGRAM
 
 from torchtpu.runtime.ir import manifest
 from torchtpu.runtime.ir.manifest import (
@@ -19,32 +19,6 @@ from torchtpu.runtime.ir.manifest import (
     read_lines,
     write_lines,
 )
-from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
-
-BASE = Base((2, 3), torch.float32)
-OPERAND = Operand(-1, (3, 2), (1, 3), Lifted("i", 0), torch.float32, BASE)
-ARGUMENTS = (
-    OPERAND,
-    None,
-    True,
-    3,
-    -0.0,
-    math.inf,
-    "text",
-    complex(1, -2),
-    torch.bfloat16,
-    torch.strided,
-    torch.channels_last,
-    torch.device("tpu", 1),
-    Scalar(Lifted("f", 2), torch.float64, wrapped=True),
-    Random(Lifted("i", 1), Lifted("i", 2)),
-    (OPERAND, (1, 2.5), ()),
-)
-RESULT = Result(0, (2,), (1,), torch.int64, Base((2,), torch.int64))
-RESULTS = (RESULT, None, (replace(RESULT, value=2), None))
-WRITE = Write(0, None, 1, (2, 3), (3, 1), 0, torch.float32, BASE, replaces=True)
-OP = Op("add_.Tensor", ARGUMENTS, RESULTS, (WRITE,), "train.py:3")
-PROGRAM = Program((OP,), (BASE,), (0, 1), (0,), 3, 3, "train.py:9")
 
 
 def test_a_program_is_what_it_was(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_support import TABLE, compile_, make_engine, text_of
 from record_support import Record
-from test_engine import TABLE, compile_, make_engine, text_of
 from torch import nn
 
 from torchtpu.ops.registry import Lowering

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_support import Work, compile_, make_engine
 from record_support import Record
-from test_engine import Work, compile_, make_engine
 
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.engine import Engine

@@ -14,10 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import engine_support
 import jax.numpy as jnp
 import pytest
-import test_engine
 import torch
+from program_samples import at_an_offset, recorded
 from record_support import Record
 from script import run_script
 
@@ -25,47 +26,15 @@ from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.ops.registry import Context, Lowering
 from torchtpu.runtime.compile import plan_cache as plans
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Scalar, Write
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result
 from torchtpu.runtime.ir.values import operands
 from torchtpu.runtime.lowering import fingerprint
 from torchtpu.runtime.partition import clusters
 
 
-def recorded() -> Program:
-    """A program with views, writes, lists, checks, and results that are not needed."""
-    with Record() as record:
-        x, w = record.input(torch.randn(4, 6)), record.input(torch.randn(4, 6))
-        y = torch.mm(x, w.t()) * 2.5
-        z = torch.index_select(y, 0, record.input(torch.tensor([1])))
-        x[1:, ::2].add_(w[:3, :3], alpha=3)
-        torch._foreach_add_([x, w], [w, x], alpha=2)
-        n, _, rstd = torch.native_layer_norm(x, [6], torch.ones(6), torch.zeros(6), 1e-5)
-        last = n * rstd
-    return record.program(x, z, last, donated=(0,))
-
-
-def at_an_offset() -> Program:
-    """A program that takes two numbers, and reads and writes at an offset that is known at run time."""
-    base = Base((8, 4), torch.float32)
-    view = Operand(~0, (2, 4), (4, 1), Lifted("i", 0), torch.float32, base)
-    number = Scalar(Lifted("f", 0), torch.float64, True)
-    made = Result(0, (2, 4), (4, 1), torch.float32, Base((2, 4), torch.float32))
-    ops = (
-        Op("mul.Tensor", (view, number), (made,), (), "test.py:2"),
-        Op(
-            "copy_",
-            (view, Operand(0, (2, 4), (4, 1), 0, torch.float32, made.base), False),
-            (None,),
-            (Write(0, None, 1, (2, 4), (4, 1), Lifted("i", 0), torch.float32, base, False),),
-            "test.py:3",
-        ),
-    )
-    return Program(ops, (base,), (0, 1), (), 1, 1, "test.py:1")
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = test_engine.make_engine(store=DirectoryStore(tmp_path))
+    engine = engine_support.make_engine(store=DirectoryStore(tmp_path))
     yield engine
     engine.close()
 
@@ -110,7 +79,7 @@ def changed(value: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("make", [recorded, at_an_offset])
 def test_everything_in_a_program_counts_but_places_in_code(make: Callable[[], Program]) -> None:
-    fragments = test_engine.make_engine().fragments
+    fragments = engine_support.make_engine().fragments
 
     def stream(program: Program, *, is_flat: bool = False) -> bytes:
         return plans._stream(program, fragments.describe(program.ops, "off"), is_flat=is_flat)
@@ -132,7 +101,7 @@ def test_a_random_draw_counts_by_the_numbers_that_it_takes() -> None:
     ops = [
         Op("bernoulli", (one, draw), (Result(0, (2,), (1,), torch.float32, base),), (), "test.py:2") for draw in draws
     ]
-    fragments = test_engine.make_engine().fragments
+    fragments = engine_support.make_engine().fragments
     found = [Program((op,), (base,), (0,), (), 0, 3, "test.py:1") for op in ops]
     assert len({plans._stream(p, fragments.describe(p.ops, "off"), is_flat=False) for p in found}) == 3
 
@@ -177,7 +146,7 @@ def test_that_a_program_has_no_clusters_is_kept(
     tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert engine.plans.clusters(recorded()) is None
-    again = test_engine.make_engine(store=DirectoryStore(tmp_path))
+    again = engine_support.make_engine(store=DirectoryStore(tmp_path))
     monkeypatch.setattr(plans, "search", lambda *_: pytest.fail("it was searched again"))
     assert again.plans.clusters(recorded()) is None
     again.close()
@@ -208,7 +177,7 @@ def test_a_plan_that_says_what_none_can_is_a_miss(
         payload = json.dumps(json.loads(entry.payload) | change).encode() if change else b"[" * 100_000
         if entry.key.kind == "plan" or change is None:
             changed += store.put(entry.key, payload)
-    fresh = test_engine.make_engine(store=store)
+    fresh = engine_support.make_engine(store=store)
     try:
         assert facts(fresh.plans.find(program, is_flat=False)) == facts(made)
         assert fresh.counters.plan_hits_disk == 0
@@ -232,19 +201,19 @@ def test_an_error_of_a_check_names_the_line_of_this_run(engine: Engine) -> None:
 def test_a_plan_without_its_program_compiles_it(tmp_path: Path, engine: Engine) -> None:
     with Record() as record:
         y = torch.neg(record.input(torch.arange(3.0)))
-    test_engine.check(engine, record, y)
+    engine_support.check(engine, record, y)
     for entry in DirectoryStore(tmp_path).entries():
         if entry.kind == "program":
             entry.path.unlink()
-    again = test_engine.make_engine(store=DirectoryStore(tmp_path))
-    test_engine.check(again, record, y)
+    again = engine_support.make_engine(store=DirectoryStore(tmp_path))
+    engine_support.check(again, record, y)
     assert (again.counters.plan_hits_disk, again.counters.programs_compiled) == (1, 1)
     again.close()
 
 
 def engine_with(store: Store, **lowerings: Callable[..., Any]) -> Engine:
-    table = test_engine.TABLE | {name: Lowering(name, function) for name, function in lowerings.items()}
-    return test_engine.make_engine(store=store, lowerings=table)
+    table = engine_support.TABLE | {name: Lowering(name, function) for name, function in lowerings.items()}
+    return engine_support.make_engine(store=store, lowerings=table)
 
 
 def test_a_patched_lowering_counts_at_once_and_for_its_programs_alone(tmp_path: Path) -> None:
@@ -252,15 +221,15 @@ def test_a_patched_lowering_counts_at_once_and_for_its_programs_alone(tmp_path: 
         x = torch.neg(patched.input(torch.arange(3.0)))
     with Record() as other:
         y = torch.mm(other.input(torch.eye(3)), other.input(torch.ones(3, 3)))
-    engine = test_engine.make_engine(store=DirectoryStore(tmp_path))
-    test_engine.check(engine, patched, x)
-    test_engine.check(engine, other, y)
+    engine = engine_support.make_engine(store=DirectoryStore(tmp_path))
+    engine_support.check(engine, patched, x)
+    engine_support.check(engine, other, y)
     engine.close()
     engine = engine_with(DirectoryStore(tmp_path), neg=lambda x: x * -2)
-    (negated,) = test_engine.run(engine, patched.program(x), patched.inputs)
+    (negated,) = engine_support.run(engine, patched.program(x), patched.inputs)
     assert negated.tolist() == [0, -2, -4]
     assert (engine.counters.plan_hits_disk, engine.counters.programs_compiled) == (0, 1)
-    test_engine.check(engine, other, y)
+    engine_support.check(engine, other, y)
     assert (engine.counters.plan_hits_disk, engine.counters.programs_compiled) == (1, 1)
     engine.close()
 
@@ -293,9 +262,9 @@ def test_a_process_whose_programs_are_cached_does_without_jax(tmp_path: Path) ->
 def test_a_lowering_that_may_not_be_kept_makes_no_plan(tmp_path: Path) -> None:
     with Record() as record:
         y = torch.neg(record.input(torch.arange(3.0)))
-    table = test_engine.TABLE | {"neg": Lowering("neg", lambda x: -x, persists=False)}
-    engine = test_engine.make_engine(store=DirectoryStore(tmp_path), lowerings=table)
-    test_engine.check(engine, record, y)
+    table = engine_support.TABLE | {"neg": Lowering("neg", lambda x: -x, persists=False)}
+    engine = engine_support.make_engine(store=DirectoryStore(tmp_path), lowerings=table)
+    engine_support.check(engine, record, y)
     assert {entry.kind for entry in DirectoryStore(tmp_path).entries()} == {"program"}
     engine.close()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_support import KNOBS, Plan, Work, make_engine, plan_of, text_of
 from record_support import Record
-from test_engine import KNOBS, Plan, Work, make_engine, plan_of, text_of
 
 from torchtpu import config, metrics, startup
 from torchtpu.compiler_cache import DirectoryStore
