@@ -7,11 +7,12 @@ where the positions are known.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, suggest_memory_format
+from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, suggest_memory_format, without_kernels
 
 UNROLLED_WINDOWS = 32  # overlaps up to which windows are summed by pads instead of a scatter
 
@@ -140,7 +141,7 @@ def _placed(x: Any, sizes: Any, dim: int, start: Any) -> Any:
     return lax.dynamic_update_slice_in_dim(jnp.zeros(sizes, x.dtype), x, first, dim % len(sizes))
 
 
-@lowering("slice_scatter")
+@lowering("slice_scatter", infer=partial(without_kernels, torch.ops.aten.slice_scatter.default))
 def slice_scatter(x, source, dim=0, start=None, end=None, step=1):
     size = x.shape[dim]
     if step == 1 and not all(isinstance(n, int) for n in (size, start or 0, end or 0)):  # symbolic, and so inside
@@ -151,7 +152,7 @@ def slice_scatter(x, source, dim=0, start=None, end=None, step=1):
     return x.at[where].set(source.astype(x.dtype)) if count else x
 
 
-@lowering("select_scatter")
+@lowering("select_scatter", infer=partial(without_kernels, torch.ops.aten.select_scatter.default))
 def select_scatter(x, source, dim, index):
     at = jnp.expand_dims(source.astype(x.dtype), dim % x.ndim)
     return lax.dynamic_update_slice_in_dim(x, at, index % x.shape[dim], dim % x.ndim)
@@ -183,7 +184,7 @@ def diagonal_backward(grad, input_sizes, offset, dim1, dim2):
     return jnp.moveaxis(jnp.where(mask, spread, 0), (-2, -1), (dim1, dim2))
 
 
-@lowering("diagonal_scatter")
+@lowering("diagonal_scatter", infer=partial(without_kernels, torch.ops.aten.diagonal_scatter.default))
 def diagonal_scatter(x, source, offset=0, dim1=0, dim2=1):
     if source.shape[-1] == 0:
         return x
