@@ -179,6 +179,8 @@ def where(condition, self, other, *, ctx):
 
 def _infer_masked_fill(self: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
     """Contiguous, whatever it is filled over."""
+    if mask.dtype != torch.bool:
+        raise RuntimeError(f"masked_fill_ only supports boolean masks, but got mask with dtype {mask.dtype}")
     if isinstance(value, torch.Tensor) and value.dim():
         raise RuntimeError(
             f"masked_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.dim()} dimension(s)."

@@ -230,7 +230,13 @@ def norm_all(x, p=2, *, dtype=None):
     return linalg_vector_norm(x, 2 if p is None else p, dtype=dtype)
 
 
-@lowering("renorm", structural={"p": None})
+def _infer_renorm(self: torch.Tensor, p: Any, dim: int, maxnorm: Any) -> torch.Tensor:
+    if not -self.dim() <= dim < self.dim():
+        raise IndexError(f"Dimension out of range, got {dim}")
+    return torch.ops.aten.renorm(self, p, dim, maxnorm)
+
+
+@lowering("renorm", structural={"p": None}, infer=_infer_renorm)
 def renorm(x, p, dim, maxnorm):
     others = [d for d in range(x.ndim) if d != dim % x.ndim]
     size = linalg_vector_norm(x, p, others, keepdim=True)

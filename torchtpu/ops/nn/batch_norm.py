@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._prims_common import get_computation_dtype
 
+from torchtpu.ops.nn.norm import refuse_mixed
 from torchtpu.ops.registry import jnp, lax, like, lowering, opmath, suggest_memory_format
 
 _STATS = ("running_mean", "running_var")
@@ -65,6 +66,9 @@ def _infer_batch_norm(
 ) -> tuple[torch.Tensor, ...]:
     given = weight, bias, running_mean, running_var
     made = _laid_out(input, input, given)
+    refuse_mixed(input, *given)
+    if any(t is not None and t.dim() != 1 for t in given):
+        raise RuntimeError("weight, bias and statistics of batches are expected to have 1 dimension")
     lacks_statistics = not training and (running_mean is None or running_var is None)
     if made is None or lacks_statistics or (training and input.numel() == input.shape[1]):
         arguments = input, weight, bias, running_mean, running_var, training, momentum, eps

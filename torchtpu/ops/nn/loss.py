@@ -75,7 +75,13 @@ def nll_loss_backward(grad_output, self, target, weight, reduction, ignore_index
     return _nll_backward(grad, self, target, weight, reduction, ignore_index, total_weight, self.ndim - 1, ctx)
 
 
-@lowering("nll_loss2d_forward")
+def _infer_nll_loss2d(self: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
+    if target.dim() != 3 or self.dim() != 4 or target.shape != (self.shape[0], *self.shape[2:]):
+        raise RuntimeError(f"size mismatch (got input: {list(self.shape)} , target: {list(target.shape)}")
+    return torch.ops.aten.nll_loss2d_forward(self, target, *rest)
+
+
+@lowering("nll_loss2d_forward", infer=_infer_nll_loss2d)
 def nll_loss2d(self, target, weight, reduction, ignore_index, *, ctx):
     return _nll(self, target, weight, reduction, ignore_index, 1, ctx)
 

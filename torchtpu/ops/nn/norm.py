@@ -23,12 +23,22 @@ def _split(x: Any, normalized_shape: Any) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(range(outer)), tuple(range(outer, x.ndim))
 
 
+def refuse_mixed(input: torch.Tensor, *parameters: torch.Tensor | None) -> None:
+    """Refuses what PyTorch's kernels refuse: parameters of another dtype, unless they are float32 and the input is
+    bfloat16 or float16."""
+    found = {t.dtype for t in parameters if t is not None}
+    is_half = input.dtype in (torch.bfloat16, torch.float16)
+    if not (found <= {input.dtype} or (is_half and found <= {input.dtype, torch.float32})):
+        raise RuntimeError(f"mixed dtype: expected parameters of {input.dtype}, but got {found}")
+
+
 def _infer_layer_norm(input: torch.Tensor, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> Any:
     shape = tuple(normalized_shape)
     outer = input.dim() - len(shape)
     fits = len(shape) > 0 and outer >= 0 and input.shape[outer:] == shape and input.is_floating_point()
     if not fits or any(p is not None and p.shape != shape for p in (weight, bias)):
         raise RuntimeError(f"layer_norm of {tuple(input.shape)} over {shape}")
+    refuse_mixed(input, weight, bias)
     statistics = [*input.shape[:outer], *(1 for _ in shape)]
     dtype = get_computation_dtype(input.dtype)
     return input.new_empty(input.shape), *(input.new_empty(statistics, dtype=dtype) for _ in range(2))
@@ -98,6 +108,7 @@ def fused_rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, out
 def _infer_group_norm(input: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not input.is_contiguous(memory_format=suggest_memory_format(input)):
         raise RuntimeError("Expected X.is_contiguous(memory_format) to be true, but got false.")
+    refuse_mixed(input, *rest[:2])
     return torch.ops.aten.native_group_norm(input, *rest)
 
 

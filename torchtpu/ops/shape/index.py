@@ -192,7 +192,14 @@ def _clamped(x: Any, indices: Any) -> tuple[Any, ...]:
 # One index along one dimension
 
 
-@lowering("index_select")
+def _infer_index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    rank = max(self.dim(), 1)
+    if index.dim() > 1 or not -rank <= dim < rank:
+        raise IndexError(f"index_select(): dimension {dim}, or an index of {index.dim()} dimensions")
+    return torch.ops.aten.index_select(self, dim, index)
+
+
+@lowering("index_select", infer=_infer_index_select)
 def index_select(x, dim, index, *, ctx):
     rows = x.reshape(1) if x.ndim == 0 else x
     dim %= rows.ndim
@@ -218,7 +225,13 @@ def take(x, index, *, ctx):
     return x.reshape(-1).at[_flat(ctx, x, index)].get(**PROMISED)
 
 
-@lowering("put")
+def _infer_put(self: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    if source.numel() != index.numel() or source.dtype != self.dtype or index.dtype != torch.int64:
+        raise IndexError("put_(): Expected source and index to have the same number of elements")
+    return torch.ops.aten.put(self, index, source, accumulate)
+
+
+@lowering("put", infer=_infer_put)
 def put(x, index, source, accumulate=False, *, ctx):
     where = _flat(ctx, x, index).reshape(-1)
     changed = (_accumulated if accumulate else _stored)(x.reshape(-1), where, source.reshape(-1))

@@ -180,6 +180,11 @@ def _infer_convolution(
         raise RuntimeError("negative padding is not supported")
     if min(dilation) <= 0:
         raise RuntimeError("dilation should be greater than zero")
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    if bias is not None and bias.shape != (channels,):
+        raise RuntimeError(f"expected bias to be 1-dimensional with {channels} elements")
+    if transposed and any(e >= max(s, d) for e, s, d in zip(output_padding, stride, dilation, strict=False)):
+        raise RuntimeError("output padding must be smaller than either stride or dilation")
     arguments = input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
     shape = _shape_of(*arguments)
     made = torch.convolution(*arguments) if shape is None else input.new_empty(shape)
