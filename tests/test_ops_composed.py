@@ -141,6 +141,10 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
         lambda x: (functional.threshold(x, -1.7, -4.3), functional.hardtanh(x, -2.5, 2**60)),
         torch.tensor([-3, -2, -1, 0, 1, 2**53 + 1]),
     ),
+    "integers to large powers": (
+        lambda x: (x[:, None] ** (x.abs() + 60), x**100, 3 ** (x.abs() + 60), (x % 7).to(torch.int8) ** 127),
+        torch.tensor([-7, -3, -2, -1, 0, 1, 2, 3, 5, 196]),
+    ),
     "linear by a vector": (lambda x: by_vector(x.view(2, 3, 4)) + by_vector(x.view(6, 4)) + by_vector(x[:4]), SAMPLE),
     "in place": (written, SAMPLE),
     "filled with a number of the host": (

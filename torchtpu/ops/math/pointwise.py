@@ -239,7 +239,18 @@ def _power(x: Any, exponent: Any) -> Any:
     # An integer to a negative power is 0, but for 1 and -1.
     one = jnp.ones_like(x)
     negative = jnp.where(x == 1, 1, jnp.where(x == -1, jnp.where(exponent % 2 == 0, one, -one), 0))
-    return jnp.where(exponent < 0, negative, jnp.power(x, jnp.maximum(exponent, 0))).astype(x.dtype)
+    return jnp.where(exponent < 0, negative, _whole_power(x, jnp.maximum(exponent, 0))).astype(x.dtype)
+
+
+def _whole_power(x: Any, exponent: Any) -> Any:
+    """An integer to a power of 0 or more, with the bits that overflow leaves; jnp.power takes six bits of the power."""
+    x, exponent = jnp.broadcast_arrays(x, exponent)
+
+    def multiply(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        made, square, rest = state
+        return jnp.where(rest % 2 == 1, made * square, made), square * square, rest // 2
+
+    return lax.while_loop(lambda state: jnp.any(state[2] > 0), multiply, (jnp.ones_like(x), x, exponent))[0]
 
 
 @pointwise("addcmul")
