@@ -1,7 +1,8 @@
 """Runs the tests that libraries have themselves, on `tpu` and on the CPU, and says what fails on `tpu` alone.
 
-`python tests/library_suites.py` gets the source distributions of the installed versions with pip, and writes the
-section of docs/ecosystem.md. It needs the extra `test`, parameterized and torchdata.
+`python tests/library_suites.py [WORD]...` gets the source distributions of the installed versions with pip, runs all
+suites, or those in whose description a word is, and writes their lines of docs/ecosystem.md.
+It needs the extra `test`, parameterized and torchdata.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
@@ -30,8 +31,8 @@ COMMANDS = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "tor
 HEAD = """
 `python tests/library_suites.py` runs these on `tpu` and on the CPU, and writes this section: files of the source
 distributions of the installed versions, without a network, at most two minutes a test.
-Of transformers these are the tests that it has for all models, on the small models of `tests/transformers_models.py`:
-its source distribution has no others.
+Of transformers these are the tests that it has for all models, slow ones included, on the small models of
+`tests/transformers_models.py`: its source distribution has no others.
 `pytest --full tests/test_library_suites.py` fails where a test fails on `tpu` alone and no cause below explains it;
 without `--full` it runs the scripts that accelerate ships to test an installation.
 
@@ -84,6 +85,7 @@ SUITES = (
         for name in ("big_modeling", "grad_sync", "hooks", "kwargs_handlers", "modeling_utils", "multidevice")
     ),
     *(Suite("transformers", "test_models.py", 1, name) for name in ("Llama", "GPT2", "Bert", "ViT", "T5")),
+    Suite("transformers", "test_models.py", 2, "offload or parallelism"),
 )  # fmt: skip
 
 
@@ -151,8 +153,11 @@ def outcomes(suite: Suite, source: Path, device: str) -> dict[str, Outcome]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--tb=short"]
         options = ["--timeout=120", f"--junitxml={report}", "-k", suite.selected, str(Path("tests", suite.file))]
         done = subprocess.run(
-            [*command, *options], cwd=source, env=environment(device, suite.devices, folder), capture_output=True,
-            text=True, timeout=3600, check=False,
+            [*command, *options], cwd=source, capture_output=True, text=True, timeout=3600, check=False,
+            env={
+                **environment(device, suite.devices, folder),
+                "RUN_SLOW": str(int(suite.library == "transformers")),  # accelerate's would download models
+            },
         )  # fmt: skip
         if not report.exists():
             raise RuntimeError(f"{suite} on {device}: {done.stdout[-4000:]}{done.stderr[-4000:]}")
@@ -198,35 +203,45 @@ def compare(suite: Suite, source: Path) -> Comparison:
     return Comparison(suite, count["passed"], count["skipped"], on_both, alone, failed)
 
 
-def comparisons(folder: Path) -> Iterator[Comparison]:
-    """Runs all suites of source distributions that lie in the folder, or are put there."""
+def comparisons(suites: Iterable[Suite], folder: Path) -> Iterator[Comparison]:
+    """Runs suites of source distributions that lie in the folder, or are put there."""
     sources: dict[str, Path] = {}
-    for suite in SUITES:
+    for suite in suites:
         if suite.library not in sources:
             source = folder / f"{suite.library}-{importlib.metadata.version(suite.library)}"
             sources[suite.library] = source if source.exists() else fetch(suite.library, folder)
         yield compare(suite, sources[suite.library])
 
 
+def description(suite: Suite) -> str:
+    """The first cells of a suite's line."""
+    tests = f"{suite.file}, {suite.selected}" if suite.selected else suite.file
+    return f"| {suite.library} | {importlib.metadata.version(suite.library)} | {tests} | {suite.devices} |"
+
+
 def line(compared: Comparison) -> str:
     """Of the table."""
-    suite = compared.suite
-    tests = f"{suite.file}, {suite.selected}" if suite.selected else suite.file
     causes = Counter(compared.failed_alone.values())
     alone = ", ".join(f"{count} ({name})" for name, count in causes.items()) or "0"
-    version = importlib.metadata.version(suite.library)
-    counts = (compared.passed, compared.skipped, len(compared.failed_on_both), alone)
-    return f"| {' | '.join(map(str, (suite.library, version, tests, suite.devices, *counts)))} |\n"
+    counts = f"{compared.passed} | {compared.skipped} | {len(compared.failed_on_both)} | {alone}"
+    return f"{description(compared.suite)} {counts} |\n"
+
+
+def write(new: str) -> None:
+    """Writes a line of the page, whose other lines stay."""
+    lines = [*ecosystem.PAGE.read_text().partition(ecosystem.SUITES)[2].splitlines(keepends=True), new]
+    begun = {suite: description(suite) for suite in SUITES}
+    found = {suite: text for suite, start in begun.items() for text in lines if text.startswith(start)}
+    ecosystem.write_suites(HEAD + "".join(found[suite] for suite in SUITES if suite in found) + FOOT)
 
 
 if __name__ == "__main__":
+    chosen = [suite for suite in SUITES if any(word in description(suite) for word in sys.argv[1:] or [""])]
     with tempfile.TemporaryDirectory() as temporary:
-        lines = []
-        for compared in comparisons(Path(temporary)):
-            lines.append(line(compared))
-            print(lines[-1], end="", flush=True)
+        for compared in comparisons(chosen, Path(temporary)):
+            write(line(compared))
+            print(line(compared), end="", flush=True)
             for name, why in compared.failed_alone.items():
                 print(f"  {name}: {why}: {compared.said[name][:300]}", flush=True)
             for name in compared.failed_on_both:
                 print(f"  {name}: on both", flush=True)
-        ecosystem.write_suites(HEAD + "".join(lines) + FOOT)

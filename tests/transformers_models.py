@@ -51,6 +51,7 @@ def asked_of(config: Any, inputs: Any, seq_length: int = LENGTH, **more: Any) ->
 
 
 class LlamaTest(ModelTesterMixin, TrainingTesterMixin, unittest.TestCase):
+    _torch_compile_train_cls = transformers.LlamaForCausalLM
     all_model_classes = (
         transformers.LlamaModel, transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification,
         transformers.LlamaForQuestionAnswering, transformers.LlamaForTokenClassification,
