@@ -164,19 +164,16 @@ def test_each_process_that_accelerate_launches_is_a_rank_where_there_are_several
         from accelerate.commands import launch
 
         parser = launch.launch_command_parser()
-        for arguments in ([], ["--num_processes=2"], ["--num_processes=1"], ["--use_fsdp"], ["--cpu"]):
+        for arguments in ([], ["--num_processes=2"], ["--multi_gpu"], ["--num_processes=1"], ["--use_fsdp"], ["--cpu"]):
             chosen, *_ = launch._validate_launch_command(parser.parse_args([*arguments, "train.py"]))
             print(arguments, chosen.num_processes, chosen.multi_gpu)
     """
     several = printed(code, TORCHTPU_NUM_DEVICES="2", HF_HOME="/nowhere")
-    assert several[:4] == [
-        "[] 2 True", "['--num_processes=2'] 2 True", "['--num_processes=1'] 1 False", "['--use_fsdp'] 2 True",
-    ]  # fmt: skip
-    assert several[4].endswith("False")
-    assert printed(code, TORCHTPU_NUM_DEVICES="1", HF_HOME="/nowhere")[:2] == [
-        "[] 1 False",
-        "['--num_processes=2'] 2 False",
-    ]
+    assert several[:3] == ["[] 2 True", "['--num_processes=2'] 2 True", "['--multi_gpu'] 2 True"]
+    assert several[3:5] == ["['--num_processes=1'] 1 False", "['--use_fsdp'] 2 True"]
+    assert several[5].endswith("False")
+    one = printed(code, TORCHTPU_NUM_DEVICES="1", HF_HOME="/nowhere")
+    assert one[:3] == ["[] 1 False", "['--num_processes=2'] 2 False", "['--multi_gpu'] 1 True"]
 
 
 @needs("accelerate")

@@ -61,6 +61,23 @@ def test_a_script_with_which_accelerate_tests_an_installation_passes_in_two_rank
     assert "Num processes: 2" in printed
 
 
+@needs_accelerate
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_long_script_passes_in_two_ranks_but_for_its_check_of_cudas_generators(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from accelerate.test_utils.scripts import test_script\n"
+        "test_script.rng_sync_check = lambda: test_script.synchronize_rng_states(['torch'])\n"
+        "test_script.main()\n"
+    )
+    launch = ("-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes=2")
+    printed = run(tmp_path, *launch, str(script), devices=2)
+    assert "Num processes: 2" in printed
+    assert "Training yielded the same results" in printed
+    assert "Test reinstantiated state" in printed
+
+
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_what_fails_on_tpu_alone_in_the_libraries_own_tests_has_a_known_cause(tmp_path: Path) -> None:

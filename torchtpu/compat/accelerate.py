@@ -158,9 +158,12 @@ def count_processes(launch: ModuleType) -> None:
         if is_configured or args.cpu:
             return validate(args)
         count = torch.accelerator.device_count()
-        if args.num_processes is None:
+        is_unset = args.num_processes is None
+        if is_unset and (count > 1 or not args.multi_gpu):  # --multi_gpu may find one device, but not ask for one
             args.num_processes = count
         validated = validate(args)
+        if is_unset:
+            args.num_processes = count
         if count > 1 and args.num_processes > 1:
             args.multi_gpu = True
         return validated
