@@ -50,7 +50,7 @@ FOOT = """
 CAUSES = {
     "names other devices": r"'tpu' in \['cuda'|Torch not compiled with CUDA enabled",
     "PyTorch's, for CUDA and XPU": r"communication hook required CUDA",
-    "the hub": r"huggingface\.co|OfflineMode|LocalEntryNotFoundError|Repo for model",
+    "the hub": r"We couldn.t connect to|OfflineMode|LocalEntryNotFoundError|Repo for model",
 }
 UNKNOWN = "cause unknown"
 
