@@ -41,6 +41,8 @@ accelerate, Lightning, safetensors and transformers' pipelines and checkpoints h
 torchtpu adds to these when they are imported (`torchtpu/compat/`), for the versions that `torchtpu doctor` names.
 """
 
+SUITES = "\n## The libraries' own tests\n"  # the page's second part, which tests/library_suites.py writes
+
 
 class Program(NamedTuple):
     """One line of the page."""
@@ -203,6 +205,104 @@ def _fine_tuning(device: str) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def _classifier(device: str) -> list[float]:
+    import timm
+    import torch
+
+    torch.manual_seed(0)
+    model = timm.create_model("test_efficientnet", num_classes=4, drop_rate=0.0, drop_path_rate=0.0).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    images, labels = torch.randn(4, 3, 64, 64).to(device), torch.arange(4, device=device)
+    losses = []
+    for _ in range(4):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
+
+
+def _counted(device: str) -> list[float]:
+    import torch
+    from torchmetrics import MeanMetric, MetricCollection
+    from torchmetrics.classification import (
+        MulticlassAccuracy,
+        MulticlassAUROC,
+        MulticlassConfusionMatrix,
+        MulticlassF1Score,
+    )
+
+    torch.manual_seed(0)
+    counted = MetricCollection(
+        [MulticlassAccuracy(5), MulticlassF1Score(5), MulticlassAUROC(5, thresholds=20), MulticlassConfusionMatrix(5)]
+    ).to(device)
+    mean = MeanMetric().to(device)
+    for _ in range(4):
+        scores, labels = torch.randn(16, 5).softmax(1).to(device), torch.randint(5, (16,)).to(device)
+        counted.update(scores, labels)
+        mean.update(scores.amax(1))
+    found = {**counted.compute(), "mean": mean.compute()}
+    return [float(number) for values in found.values() for number in values.flatten().tolist()]
+
+
+def _reinforced(device: str) -> list[float]:
+    import torch
+
+    torch.manual_seed(0)
+    policy = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)).to(device)
+    optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
+    drawing = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(3):
+        state, chosen, rewards = torch.full((4,), 0.1), [], []
+        for _ in range(8):  # an environment on the CPU, which each action moves
+            likelihood = torch.distributions.Categorical(logits=policy(state.to(device)))
+            action = int(torch.rand((), generator=drawing) < likelihood.probs[1].item())
+            chosen.append(likelihood.log_prob(torch.tensor(action, device=device)))
+            state = state.roll(1) * (0.9 if action else -0.5) + 0.1
+            rewards.append(state.sum().item())
+        returns = torch.tensor(rewards).flip(0).cumsum(0).flip(0).to(device)
+        returns = (returns - returns.mean()) / (returns.std() + 1e-6)
+        loss = -(torch.stack(chosen) * returns).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _digits(device: str) -> list[float]:
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(16 * 5 * 5, 32), nn.ReLU(), nn.Linear(32, 10), nn.LogSoftmax(1),
+    ).to(device)  # fmt: skip
+    optimizer = torch.optim.Adadelta(model.parameters(), 1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    data = DataLoader(TensorDataset(torch.randn(40, 1, 14, 14), torch.arange(40) % 10), 8)
+    losses = []
+    for _ in range(2):
+        for images, labels in data:
+            optimizer.zero_grad()
+            loss = nn.functional.nll_loss(model(images.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+    model.eval()
+    with torch.no_grad():
+        right = sum(
+            model(images.to(device)).argmax(1, keepdim=True).eq(labels.to(device).view(-1, 1)).sum().item()
+            for images, labels in data
+        )
+    return [*losses, float(right)]
+
+
 PROGRAMS = {
     "trainer": Program("transformers", ("accelerate",), "Trainer, a Llama of 2 layers, 8 steps", _trainer),
     "generate": Program("transformers", (), "generate, greedy, 12 tokens", _generate),
@@ -211,6 +311,10 @@ PROGRAMS = {
     "adapter": Program("peft", ("transformers",), "LoRA on a Llama of 2 layers, 6 steps", _adapter),
     "fine_tuning": Program("trl", ("transformers", "datasets"), "SFTTrainer, 6 steps", _fine_tuning),
     "diffusion": Program("diffusers", (), "a UNet with attention, 4 training steps", _diffusion),
+    "classifier": Program("timm", ("torchvision",), "a small EfficientNet, 4 training steps", _classifier),
+    "counted": Program("torchmetrics", (), "a collection of four metrics and a mean, 4 batches", _counted),
+    "reinforced": Program("torch", (), "REINFORCE as in pytorch/examples, 3 episodes of 8 actions", _reinforced),
+    "digits": Program("torch", (), "the MNIST example of pytorch/examples on random images, 2 epochs", _digits),
 }
 
 
@@ -247,7 +351,8 @@ def measure(name: str) -> dict[str, Any]:
 def measured(name: str) -> dict[str, Any]:
     """`measure` in a process of its own."""
     command = [sys.executable, "-W", "ignore", __file__, name]
-    environment = {**os.environ, "TORCHTPU_CACHE": "off"}
+    paths = (str(Path(__file__).parent / "site"), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "TORCHTPU_CACHE": "off", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr[-4000:]}")
@@ -264,8 +369,22 @@ def _line(name: str) -> str:
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
+def _write(programs: str, suites: str) -> None:
+    PAGE.write_text(programs + SUITES + suites)
+
+
+def write_programs(text: str) -> None:
+    """Writes the page's first part."""
+    _write(text, PAGE.read_text().partition(SUITES)[2])
+
+
+def write_suites(text: str) -> None:
+    """Writes the page's second part."""
+    _write(PAGE.read_text().partition(SUITES)[0], text)
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         print(json.dumps(measure(sys.argv[1])))
     else:
-        PAGE.write_text(HEAD + "".join(_line(name) for name in PROGRAMS if is_installed(name)) + FOOT)
+        write_programs(HEAD + "".join(_line(name) for name in PROGRAMS if is_installed(name)) + FOOT)

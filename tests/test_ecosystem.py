@@ -8,7 +8,7 @@ from __future__ import annotations
 import ecosystem
 import pytest
 
-SHORT = {"trainer", "accelerator"}
+SHORT = {"trainer", "accelerator", "classifier", "counted", "reinforced"}
 
 
 @pytest.mark.timeout(900)

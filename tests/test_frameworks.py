@@ -158,6 +158,42 @@ def test_the_accelerate_command_configures_and_launches_on_tpu(tmp_path: Path) -
     assert "tpu tpu 1" in output("launch", "train.py")
 
 
+@needs("accelerate")
+def test_each_process_that_accelerate_launches_is_a_rank_where_there_are_several_devices() -> None:
+    code = """
+        from accelerate.commands import launch
+
+        parser = launch.launch_command_parser()
+        for arguments in ([], ["--num_processes=2"], ["--multi_gpu"], ["--num_processes=1"], ["--use_fsdp"], ["--cpu"]):
+            chosen, *_ = launch._validate_launch_command(parser.parse_args([*arguments, "train.py"]))
+            print(arguments, chosen.num_processes, chosen.multi_gpu)
+    """
+    several = printed(code, TORCHTPU_NUM_DEVICES="2", HF_HOME="/nowhere")
+    assert several[:3] == ["[] 2 True", "['--num_processes=2'] 2 True", "['--multi_gpu'] 2 True"]
+    assert several[3:5] == ["['--num_processes=1'] 1 False", "['--use_fsdp'] 2 True"]
+    assert several[5].endswith("False")
+    one = printed(code, TORCHTPU_NUM_DEVICES="1", HF_HOME="/nowhere")
+    assert one[:3] == ["[] 1 False", "['--num_processes=2'] 2 False", "['--multi_gpu'] 1 True"]
+
+
+@needs("accelerate")
+def test_tests_that_ask_accelerate_for_the_device_run_on_tpu() -> None:
+    code = """
+        from accelerate.test_utils import DEFAULT_LAUNCH_COMMAND, device_count, memory_allocated_func, torch_device
+        from accelerate.test_utils.testing import get_backend, require_cpu, require_non_cpu
+        import torch
+
+        held = torch.ones(1000, device=torch_device)
+        torch.tpu.synchronize()
+        print(torch_device, device_count, memory_allocated_func() >= 4000, get_backend()[:2])
+        print(DEFAULT_LAUNCH_COMMAND[2])
+        for require in (require_cpu, require_non_cpu):
+            print(getattr(require(lambda: None), "__unittest_skip__", False))
+    """
+    expected = ["tpu 2 True ('tpu', 2)", "--num_processes=2", "True", "False"]
+    assert printed(code, TORCHTPU_NUM_DEVICES="2") == expected
+
+
 LIGHTNING = """
     import sys
     {imports}

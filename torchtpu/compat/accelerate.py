@@ -149,16 +149,24 @@ def count_memory(modeling: ModuleType) -> None:
 
 
 def count_processes(launch: ModuleType) -> None:
-    """_validate_launch_command: without a configuration there are as many processes as devices."""
+    """_validate_launch_command: without a configuration there are as many processes as devices, each a rank."""
     validate = launch._validate_launch_command
 
     @functools.wraps(validate)
     def _validate_launch_command(args: Any) -> Any:
         is_configured = args.config_file is not None or os.path.isfile(launch.default_config_file)
+        if is_configured or args.cpu:
+            return validate(args)
         count = torch.accelerator.device_count()
-        if args.num_processes is None and not args.cpu and not is_configured and count > 1:
-            args.num_processes, args.multi_gpu = count, True
-        return validate(args)
+        is_unset = args.num_processes is None
+        if is_unset and (count > 1 or not args.multi_gpu):  # --multi_gpu may find one device, but not ask for one
+            args.num_processes = count
+        validated = validate(args)
+        if is_unset:
+            args.num_processes = count
+        if count > 1 and args.num_processes > 1:
+            args.multi_gpu = True
+        return validated
 
     launch._validate_launch_command = _validate_launch_command  # type: ignore[attr-defined]
 
@@ -179,3 +187,16 @@ def write_config(default: ModuleType) -> None:
         return path
 
     default.write_basic_config = write_basic_config  # type: ignore[attr-defined]
+
+
+def name_tested_device(testing: ModuleType) -> None:
+    """get_backend, in accelerate/test_utils/testing.py, and what is made of it there; peft's tests ask it too."""
+
+    def get_backend() -> tuple[str, int, Any]:
+        return "tpu", torch.accelerator.device_count(), torch.accelerator.memory_allocated
+
+    testing.get_backend = get_backend  # type: ignore[attr-defined]
+    found = get_backend()
+    testing.torch_device, testing.device_count, testing.memory_allocated_func = found  # type: ignore[attr-defined]
+    command = testing.get_launch_command(num_processes=testing.device_count, monitor_interval=0.1)
+    testing.DEFAULT_LAUNCH_COMMAND = command  # type: ignore[attr-defined]

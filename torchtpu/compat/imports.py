@@ -25,6 +25,7 @@ _CHANGES = {
     "accelerate.accelerator": "accelerate:allow_float16",
     "accelerate.state": "accelerate:find_device",
     "accelerate.checkpointing": "accelerate:keep_generators",
+    "accelerate.test_utils.testing": "accelerate:name_tested_device",
     "accelerate.utils.dataclasses": "accelerate:initialize_shards",
     "accelerate.utils.environment": "accelerate:name_device",
     "accelerate.utils.memory": "accelerate:empty_cache",
