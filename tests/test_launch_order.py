@@ -179,6 +179,25 @@ def test_what_fails_before_its_turn_fails_in_its_turn(held: Held) -> None:
     assert isinstance(reader.join(), IndexError)
     assert slow.tolist() == [1.5, 1.25]
     assert metrics.snapshot()["launched_ahead"] == 0
+    with pytest.raises(IndexError):  # this thread's own
+        (x + 1).tolist()
+
+
+def test_what_fails_with_an_input_that_dies_fails_with_its_own_error(held: Held) -> None:
+    x, table = ready(4.0, 16.0), ready(1.0, 2.0).double()
+    index = ready(7.0).long()
+    (table.cpu(), index.cpu())
+    slow = slow_region(x)
+    wrong = table[index]
+    del index  # the region takes its memory
+    _C.cut("test")
+    reader = Reader(wrong.tolist)
+    assert_waits(reader)
+    held.released.set()
+    assert isinstance(reader.join(), IndexError)
+    assert slow.tolist() == [1.5, 1.25]
+    with pytest.raises(IndexError):
+        (x + 1).tolist()
 
 
 def test_regions_behind_one_that_failed_wait_for_no_compile(held: Held) -> None:

@@ -199,31 +199,27 @@ bool is_launchable(const Work& work) {
 bool is_pending(const Buffer& buffer) { return buffer.state.load(std::memory_order_acquire) == BufferState::kPending; }
 
 // Whether a launch of the work before earlier ones leaves these, what fails of them and its own failure as they would
-// be without it.
+// be without it.  Where it comes to nothing it is launched again, with inputs whose memory no program has taken.
 bool is_independent(const Work& work) {
-  return work.plan && work.plan->state == Plan::kReady && (work.plan->is_pure || work.is_slice) &&
-         work.ahead == Ahead::kNo && !work.transaction->error;
+  if (!work.plan || work.plan->state != Plan::kReady || work.ahead != Ahead::kNo || work.transaction->error)
+    return false;
+  bool takes_memory = std::ranges::any_of(work.plan->donated, std::identity());
+  return (work.plan->is_pure || work.is_slice) && !takes_memory;
 }
 
-// The first work of those that make a value, where all of these may overtake the works before them that do not.  Under
+// The first work of those that make a value, where all of these may overtake the works before them.  Under
 // queue->mutex; the caller holds queue->order.
 std::deque<WorkRef>::iterator find_ahead(const Buffer* value) {
-  std::unordered_set<const Buffer*> needed{value}, taken;
+  std::unordered_set<const Buffer*> needed{value};
   auto first = queue->works.end();
   for (auto at = queue->works.end(); at != queue->works.begin();) {
     const Work& work = **--at;
-    auto is_in = [](const auto& buffers) {
-      return [&](const BufferRef& buffer) { return buffers.contains(buffer.get()); };
-    };
-    if (std::none_of(work.outputs.begin(), work.outputs.end(), is_in(needed))) {
-      if (std::any_of(work.inputs.begin(), work.inputs.end(), is_in(taken))) return queue->works.end();
-      continue;
-    }
+    auto is_needed = [&](const BufferRef& buffer) { return needed.contains(buffer.get()); };
+    if (std::ranges::none_of(work.outputs, is_needed)) continue;
     if (!is_independent(work)) return queue->works.end();
     first = at;
-    for (size_t i = 0; i < work.inputs.size(); i++) {
-      if (is_pending(*work.inputs[i])) needed.insert(work.inputs[i].get());
-      if (work.plan->donated[i]) taken.insert(work.inputs[i].get());
+    for (const BufferRef& input : work.inputs) {
+      if (is_pending(*input)) needed.insert(input.get());
     }
   }
   return first;
