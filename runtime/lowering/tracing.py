@@ -317,6 +317,9 @@ def _cast(array: Any, dtype: torch.dtype) -> Any:
         array = jnp.clip(array, -448, 448)
     if dtype in _BY_WAY_OF and jnp.issubdtype(array.dtype, jnp.floating):
         array = array.astype(_BY_WAY_OF[dtype])  # uint8: 300.0 becomes 44 and -1.0 255; XLA would make them 255 and 0
+    if array.dtype == bool and (dtype.is_floating_point or dtype.is_complex):
+        # XLA takes a product with a converted bool for a choice, in which False times infinity is 0 instead of NaN.
+        return jnp.where(array, jnp.ones((), _name(dtype)), jnp.zeros((), _name(dtype)))
     return array.astype(_name(dtype))
 
 

@@ -210,6 +210,9 @@ def as_dtype(value: Any, dtype: torch.dtype) -> Any:
     array = jnp.asarray(value)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) and not dtype.is_complex:
         array = array.real
+    if array.dtype == bool and (dtype.is_floating_point or dtype.is_complex):
+        # XLA takes a product with a converted bool for a choice, in which False times infinity is 0 instead of NaN.
+        return jnp.where(array, jnp.ones((), jax_dtype(dtype)), jnp.zeros((), jax_dtype(dtype)))
     return array.astype(jax_dtype(dtype))
 
 
