@@ -31,6 +31,7 @@ from opinfo_checks import subjects
 from reference_engine import reference_engine
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 torch_name = re.compile(r"(nn\.functional|linalg|special|fft)?\.?\w+")
 MOST_ELEMENTS = 4096
@@ -217,18 +218,29 @@ def is_shaky(program: Program) -> bool:
     expected, _ = run(program, "cpu")
     if any(is_undefined(value) for _, value in expected if value is not None):
         return True
-    data = Session.data
+    for seed in range(8):
+        with Rounding(seed):
+            found, _ = run(program, "cpu")
+        if len(expected) != len(found) or any(differ(e, f) for (_, e), (_, f) in zip(expected, found, strict=True)):
+            return True
+    return False
 
-    def shaken(self: Session, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-        made = data(self, shape, dtype, seed)
-        return made * (1 + 8 * torch.finfo(dtype).eps) if dtype.is_floating_point else made
 
-    Session.data = shaken  # type: ignore[method-assign]
-    try:
-        found, _ = run(program, "cpu")
-    finally:
-        Session.data = data  # type: ignore[method-assign]
-    return len(expected) != len(found) or any(differ(e, f) for (_, e), (_, f) in zip(expected, found, strict=True))
+class Rounding(TorchDispatchMode):
+    """Within it each new floating-point result is off by some roundings."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        is_new = not any(result.alias_info for result in func._schema.returns)
+        for x in made if isinstance(made, (tuple, list)) else [made]:
+            if is_new and isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64):
+                noise = torch.rand(x.shape, generator=self._generator, dtype=x.dtype)
+                x.mul_(1 + 16 * (noise - 0.5) * torch.finfo(x.dtype).eps)
+        return made
 
 
 # ---- drawing them
@@ -408,7 +420,9 @@ class Author:
             is_wanted = False
         else:
             is_small = isinstance(made, Tensor) and made.numel() <= MOST_ELEMENTS and made.layout == torch.strided
-            is_wanted = is_small or not name
+            # The CPU's attention forgets a query's NaN.
+            is_known = not ("attention" in line and isinstance(made, Tensor) and bool(made.isnan().any()))
+            is_wanted = (is_small or not name) and is_known
         if not is_wanted:
             if name in self._variables:
                 self._names[name] = old
@@ -465,8 +479,11 @@ class Author:
 
     def _refuse(self, body: list[str]) -> bool:
         text = self._draw.choice(REFUSED)
-        is_late = "99999" in text  # on tpu: with the reference engine whole regions fail
-        return not (is_late and self._is_for_reference) and self._keep(body, f"refused(lambda: {self._fill(text)})", "")
+        is_late = "99999" in text  # on tpu: with the reference engine whole regions fail, and what is empty is not read
+        has_nothing = any(self._names[name].numel() == 0 for name in self._variables)
+        if is_late and (self._is_for_reference or has_nothing):
+            return False
+        return self._keep(body, f"refused(lambda: {self._fill(text)})", "")
 
     def _nested(self, body: list[str], head: str) -> bool:
         """A block of one or two statements that make nothing new."""
