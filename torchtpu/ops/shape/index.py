@@ -225,13 +225,15 @@ def take(x, index, *, ctx):
     return x.reshape(-1).at[_flat(ctx, x, index)].get(**PROMISED)
 
 
-def _infer_put(self: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+def _infer_flat_put(
+    self: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
     if source.numel() != index.numel() or source.dtype != self.dtype or index.dtype != torch.int64:
         raise IndexError("put_(): Expected source and index to have the same number of elements")
     return torch.ops.aten.put(self, index, source, accumulate)
 
 
-@lowering("put", infer=_infer_put)
+@lowering("put", infer=_infer_flat_put)
 def put(x, index, source, accumulate=False, *, ctx):
     where = _flat(ctx, x, index).reshape(-1)
     changed = (_accumulated if accumulate else _stored)(x.reshape(-1), where, source.reshape(-1))
