@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +16,7 @@ from torchtpu.runtime import _C
 
 PATIENCE = 60
 SLOW = "stablehlo.rsqrt"  # what is held is a program with this op
+_dimensions = itertools.count()
 
 
 class Held:
@@ -28,8 +29,6 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch, in_one_tier: None) -> Iterator[Held]:
-    gc.collect()  # what is compiled is known for as long as anything holds it
-    startup.engine().compiler.forget()
     found, compiler = Held(), startup.engine().compiler
     real = compiler._load_or_compile
 
@@ -53,7 +52,8 @@ def ready(*values: float) -> torch.Tensor:
 
 
 def slow_region(x: torch.Tensor) -> torch.Tensor:
-    made = x.rsqrt() + 1
+    """One that no test before has had: what is compiled is known for as long as anything holds it."""
+    made = x.view(*[1] * next(_dimensions), -1).rsqrt().flatten() + 1
     _C.cut("test")
     return made
 
