@@ -26,7 +26,18 @@ COMBINATIONS = [
 ]
 QUICK = tuple(
     f"tests/test_{name}.py"
-    for name in ("recorder", "views", "engine", "materialization", "growth", "division", "training", "compile", "rng")
+    for name in (
+        "recorder",
+        "views",
+        "engine",
+        "materialization",
+        "growth",
+        "division",
+        "training",
+        "compile",
+        "rng",
+        "templates",
+    )
 )
 
 

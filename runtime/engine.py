@@ -35,7 +35,7 @@ from .execute.executor import Executor
 from .execute.fitting import Fitting
 from .execute.memory import Memory
 from .execute.recovery import Recovery
-from .ir.calls import LoweringEntry, Lowerings
+from .ir.calls import Lowerings
 from .ir.manifest import Journal, ProgramOutcome, RecordedProgram
 from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
@@ -58,14 +58,13 @@ Way = tuple[str, Callable[[], Future[Any]]]  # what is optimised, "" where nothi
 class Engine:
     """Compiles and runs what the recorder hands over. All methods may be called from any thread.
 
-    `served` maps each recorded op name to the functional one whose lowering serves it; `context` makes the object that
-    lowerings ask; `knob` gives the settings clusters, log, check, memory_limit, debug_nans, policy and
-    num_compile_threads; `release` lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors
-    (see `Memory`), `programs_held` says how many programs op streams lead to, and `limit_programs` hears how many may
-    stay, where that is less than the setting max_programs. A `journal` hears of every program and of what became of it;
-    `observers`, a list that may change, hear of each program and launch, `planned` of each region's program, but for
-    those that are made of known ones. `collectives` is the op that ranks run together, `is_structural` says which
-    numbers change what an op means, `is_special` which of them do so as single values.
+    `knob` gives the settings clusters, log, check, memory_limit, debug_nans, policy and num_compile_threads; `release`
+    lets go of arrays that nobody holds any more, `live_tensors` lists a device's tensors (see `Memory`),
+    `programs_held` says how many programs op streams lead to, and `limit_programs` hears how many may stay, where that
+    is less than the setting max_programs. A `journal` hears of every program and of what became of it; `observers`, a
+    list that may change, hear of each program and launch, `planned` of each region's program, but for those that are
+    made of known ones. `collectives` is the op that ranks run together, `is_structural` says which numbers change what
+    an op means, `is_special` which of them do so as single values.
     """
 
     def __init__(
@@ -73,10 +72,7 @@ class Engine:
         *,
         platform: str,
         num_devices: int,
-        lowerings: Mapping[str, LoweringEntry],
-        platform_lowerings: Mapping[tuple[str, str], LoweringEntry],
-        served: Mapping[str, str],
-        context: Callable[..., Any],
+        lowerings: Lowerings,
         counters: Counters,
         knob: Callable[[str], Any],
         store: Store | None = None,
@@ -101,9 +97,8 @@ class Engine:
         self._knob = knob
         self._reports = Waits()
         self.store = store = NullStore("none was given") if store is None else store
-        table = Lowerings(lowerings, platform_lowerings, lambda name: served.get(name, name), context)
         self.fragments = Fragments(
-            table,
+            lowerings,
             self.client,
             store,
             counters,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torchtpu.compiler_cache import Key
 from torchtpu.ops.registry import LOWERINGS, Context, Lowering, jnp
 from torchtpu.runtime.compile import plan_cache as plans
 from torchtpu.runtime.engine import Engine
+from torchtpu.runtime.ir.calls import Lowerings
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.lowering.emit import lower
 from torchtpu.runtime.telemetry.counters import Counters
@@ -143,11 +145,15 @@ class Work:
         self.error = error
 
 
+def table_of(lowerings: Mapping[str, Lowering]) -> Lowerings:
+    return Lowerings(lowerings, {}, lambda name: SERVED.get(name, name), Context)
+
+
 def make_engine(**changes: Any) -> Engine:
     knobs = {**KNOBS, **changes.pop("knobs", {})}
     options: dict[str, Any] = {
-        "platform": "cpu", "num_devices": 2, "lowerings": TABLE, "platform_lowerings": {}, "served": SERVED,
-        "context": Context, "counters": Counters(), "knob": knobs.__getitem__,
+        "platform": "cpu", "num_devices": 2, "counters": Counters(), "knob": knobs.__getitem__,
+        "lowerings": table_of(changes.pop("lowerings", TABLE)),
     }  # fmt: skip
     return Engine(**{**options, **changes})
 

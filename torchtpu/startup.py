@@ -27,6 +27,7 @@ from torchtpu.ops.registry import Row
 from torchtpu.runtime import _C
 from torchtpu.runtime.device.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.device.process_group import ProcessGroup
+from torchtpu.runtime.ir.calls import Lowerings
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
@@ -332,25 +333,25 @@ def open_store() -> Any:
     return open_store({**os.environ, **{config.KNOBS[name].variable: str(config.get(name)) for name in knobs}})
 
 
-def served_ops() -> dict[str, str]:
-    """Of every op name that is recorded the one whose lowering serves it."""
-    return _lazy.served
+def lowerings() -> Lowerings:
+    """The lowerings of all ops."""
+    from torchtpu import ops
+
+    served = _lazy.served
+    table = ops.LOWERINGS, ops.PLATFORM_LOWERINGS
+    return Lowerings(*table, lambda name: served.get(name, name), ops.Context, Path(ops.__path__[0], "templates.json"))
 
 
 def _make_fragments() -> Any:
     """What traces lowerings where no engine does, for the target if there is one."""
-    from torchtpu import ops
     from torchtpu.runtime.device.client import Client
-    from torchtpu.runtime.ir.calls import Lowerings
     from torchtpu.runtime.lowering.fragments import Fragments
 
     where = "tpu" if config.get("target") else platform()
-    table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: _lazy.served.get(name, name), ops.Context)
-    return Fragments(table, Client("cpu"), open_store(), _lazy.counters, {"gpu": "cuda"}.get(where, where))
+    return Fragments(lowerings(), Client("cpu"), open_store(), _lazy.counters, {"gpu": "cuda"}.get(where, where))
 
 
 def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
-    from torchtpu import ops
     from torchtpu.diagnostics.recompilations import Recompilations
     from torchtpu.runtime.dry_run import DryRun
     from torchtpu.runtime.engine import Engine
@@ -371,10 +372,7 @@ def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
     return Engine(
         platform=platform(),
         num_devices=_C.device_count(),
-        lowerings=ops.LOWERINGS,
-        platform_lowerings=ops.PLATFORM_LOWERINGS,
-        served=lazy.served,
-        context=ops.Context,
+        lowerings=lowerings(),
         counters=lazy.counters,
         knob=_settings.__getitem__,
         store=open_store(),

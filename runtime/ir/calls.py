@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,13 +39,14 @@ class Lowerings(NamedTuple):
     """The lowerings, handed in from above.
 
     `find` gives the functional op name that serves a recorded one; `context` makes the object that lowerings ask
-    (`torchtpu.ops.registry.Context`).
+    (`torchtpu.ops.registry.Context`); `templates` is the file of what was traced of them beforehand.
     """
 
     general: Mapping[str, LoweringEntry]
     by_platform: Mapping[tuple[str, str], LoweringEntry]
     find: Callable[[str], str]
     context: Callable[..., Any]
+    templates: Path | None = None
 
     def entry(self, op_name: str, platform: str) -> LoweringEntry:
         """The lowering that serves a recorded op; raises NotImplementedError where there is none."""

@@ -29,17 +29,17 @@ def of_function(function: Callable[..., Any], context: Callable[..., Any]) -> st
     """Changes with what a lowering traces to: with its own code, with its module and those of its package that this
     one uses, with the context's module, and with the versions of Python, torch and jax."""
     home = inspect.unwrap(function).__module__
-    modules = _used_by(home) | {inspect.unwrap(context).__module__}
+    modules = used_by(home) | {inspect.unwrap(context).__module__}
     return _hash([*_describe(function, home), *map(_describe_module, sorted(modules))])
 
 
 @functools.cache
 def of_modules(*names: str) -> str:
     """Changes with the code of these modules and of those of their packages that they use."""
-    return _hash(map(_describe_module, sorted(set().union(*map(_used_by, names)))))
+    return _hash(map(_describe_module, sorted(set().union(*map(used_by, names)))))
 
 
-def _used_by(name: str) -> set[str]:
+def used_by(name: str) -> set[str]:
     """A module and those of its package that it uses, directly or not; of ours, the part of torchtpu that it is in."""
     package = ".".join(name.split(".")[:2]) if name.startswith(_ROOT) else name.rpartition(".")[0] or name
     found: set[str] = set()

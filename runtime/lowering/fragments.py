@@ -1,4 +1,4 @@
-"""Fragments: the StableHLO functions of ops, from memory, from the store, or by tracing.
+"""Fragments: the StableHLO functions of ops, from memory, from a template, from the store, or by tracing.
 
 A fragment is found by what decides its text: the op's name, the types of its array arguments, the values of the
 others, the recorded results, the platform and, for an op that multiplies, the precision.
@@ -23,6 +23,7 @@ from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
 from . import fingerprint
+from .templates import Templates
 from .tracing import Fragment, Tracer, explained
 
 _BATCH = 128  # ops traced in one module
@@ -53,6 +54,7 @@ class Fragments:
         self.platform = platform or client.lowering_platform
         self._tracer = Tracer(client, self.platform, lowerings.context)
         self._tracing = (Tracer.__module__, type(client).__module__)
+        self._templates = Templates(lowerings.templates, self.platform)
         self._store = store
         self._counters = counters
         self._lock = threading.Lock()  # held while fragments are added
@@ -149,21 +151,30 @@ class Fragments:
                 continue
             try:
                 entry = self._lowerings.entry(op.name, self.platform)
-                stored = None
-                if self._store.keeps and entry.persists:
-                    stored = self._store.load(self._disk_key(key, entry), functools.partial(_decode, op=op))
+                found = self._brought_along(key, op, entry)
+                if found is None and self._store.keeps and entry.persists:
+                    found = self._store.load(self._disk_key(key, entry), functools.partial(_decode, op=op))
+                    self._counters.fragment_hits_disk += found is not None
             except Exception as error:
                 raise explained(op, error) from error
-            if stored is None:
+            if found is None:
                 waiting.append((key, op, entry))
             else:
-                self._counters.fragment_hits_disk += 1
-                added[key] = stored
+                added[key] = found
         for first in range(0, len(waiting), _BATCH):
             added.update(self._trace(waiting[first : first + _BATCH], watched))
         for key, fragment in added.items():
             self._keep(key, fragment)
         return added
+
+    def _brought_along(self, key: str, op: Op, entry: LoweringEntry) -> Fragment | None:
+        """The op's fragment by a template; None where there is none."""
+        found = None
+        if op.padding is None:
+            with self.bailouts.attempt("template", op.line):
+                found = self._templates.find(key, entry)
+                self._counters.fragments_from_templates += found is not None
+        return found
 
     def _trace(self, waiting: list[tuple[str, Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
         started = time.perf_counter()

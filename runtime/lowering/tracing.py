@@ -166,9 +166,14 @@ class _Trace:
         forwards = tuple(int(m[1]) if m else None for m in forwarded)
         head = f"({', '.join(f'%arg{n}: {ins[n]}' for n in used)}) -> ({', '.join(outs)}) {{"
         text = _canonical({**functions, root: (head, body)}, root)
-        symbol = f"{_NO_NAME.sub('_', self._entry.name)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        symbol = symbol_of(self._entry.name, text)
         signature = f"({', '.join(ins[n] for n in used)}) -> ({', '.join(outs)})"
         return Fragment(symbol, text.replace("@0", f"@{symbol}"), used, forwards, signature, checks, self._unequal())
+
+
+def symbol_of(op: str, text: str) -> str:
+    """The name of an op's function, whose text has the name @0."""
+    return f"{_NO_NAME.sub('_', op)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 class _PaddedTrace(_Trace):

@@ -39,6 +39,7 @@ class Counters:
     lower_ms: float = 0.0
     plan_hits_disk: int = 0
     fragment_traces: int = 0
+    fragments_from_templates: int = 0
     fragment_hits_disk: int = 0
     cache_hits_memory: int = 0
     cache_hits_disk: int = 0

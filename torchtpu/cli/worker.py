@@ -13,12 +13,11 @@ from typing import Any, Protocol, TextIO
 
 import torch
 
-from torchtpu import config, distributed, ops, startup
+from torchtpu import config, distributed, startup
 from torchtpu.cli.pool import READY, Completed
 from torchtpu.compiler_cache import DirectoryStore, Store
 from torchtpu.runtime.compile.plan_cache import Plan, Plans
 from torchtpu.runtime.device.client import Client, Compiles
-from torchtpu.runtime.ir.calls import Lowerings
 from torchtpu.runtime.ir.manifest import RecordedProgram, decode_recorded
 from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.lowering.fragments import Fragments
@@ -67,11 +66,9 @@ class WarmWorker:
     def __init__(self, target: str, store: Store) -> None:
         where = "cpu" if target else startup.platform()
         client = Client(where, excess_precision=config.get("excess_precision"))
-        served = startup.served_ops()
-        table = Lowerings(ops.LOWERINGS, ops.PLATFORM_LOWERINGS, lambda name: served.get(name, name), ops.Context)
         platform = "tpu" if target else client.lowering_platform
         self._builder: TargetBuilder = TpuBuilder(target) if target else LocalBuilder(client)
-        self._fragments = Fragments(table, client, store, Counters(), platform)
+        self._fragments = Fragments(startup.lowerings(), client, store, Counters(), platform)
         self._plans = Plans(self._fragments, self._builder.client, store, Counters())
         self._store = store
 

@@ -1,0 +1,375 @@
+"""Writes torchtpu/ops/templates.json: the fragments of ordinary ops, for arrays of all sizes.
+
+    python packaging/fragment_templates.py            # writes the file
+    python packaging/fragment_templates.py --check    # fails where a template is not what tracing gives
+
+The ops are those that `ORDINARY` runs. One becomes a template where
+
+- tracing it with sizes of which nothing is known, but that each is at least 2 (jax's symbolic dimensions), decides
+  nothing by a size, and
+- filled in with other sizes, small and large, equal ones and some of 0 and 1 where that makes no other description, the
+  template is to the letter what tracing with those sizes gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"TORCHTPU_CACHE": "off", "TORCHTPU_TIERS": "off"}
+
+import jax
+import torch
+import torch.nn.functional as F
+
+from torchtpu import ops, startup
+from torchtpu.runtime import _C
+from torchtpu.runtime.ir.calls import LoweringEntry, describe_results, parameters
+from torchtpu.runtime.ir.list_ops import take_apart
+from torchtpu.runtime.ir.program import Base, Op
+from torchtpu.runtime.lowering import templates, tracing
+from torchtpu.runtime.lowering.templates import SHAPE, FragmentTemplate
+from torchtpu.runtime.padding.evaluate import Symbols
+
+FILE = Path(ops.__path__[0], "templates.json")
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+A, B, C, D = 23, 29, 31, 37  # sizes of the ordinary ops, which have no other number like these
+SENTINELS = (41, 43, 47, 53)  # which no text has for another reason, nor what two or three of them make
+SIZES = (2, 3, 5, 7), (7, 4, 3, 2), (16, 64, 32, 8), (65537, 33, 2, 12)
+SHAPES = (1,), (0, 3), (2, 2), (1, 7, 3, 2), (3, 2, 2, 2, 5), (100003,)
+
+UNARY = (
+    torch.neg, torch.abs, torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.sin, torch.cos, torch.tanh, torch.relu,
+    torch.sigmoid, torch.square, torch.reciprocal, torch.floor, torch.ceil, torch.round, torch.sign, torch.isnan,
+    torch.isfinite, torch.logical_not, torch.clone, torch.log1p, torch.exp2, torch.erf, F.silu, F.gelu, F.softplus,
+    F.leaky_relu, F.elu, F.hardtanh, torch.zeros_like, torch.ones_like, lambda x: x.clamp(0, 1),
+    lambda x: x.clamp(min=0), lambda x: x**2, lambda x: x**0.5, lambda x: x.pow(3), lambda x: x.masked_fill(x > 1, 0),
+    lambda x: F.gelu(x, approximate="tanh"), lambda x: x.tril(), lambda x: x.triu(),
+)  # fmt: skip
+BINARY = (
+    torch.add, torch.sub, torch.mul, torch.div, torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge,
+    torch.maximum, torch.minimum, torch.pow, torch.floor_divide, torch.remainder, torch.logical_and, torch.logical_or,
+    torch.bitwise_and, torch.bitwise_or,
+)  # fmt: skip
+INTO = (torch.Tensor.add_, torch.Tensor.sub_, torch.Tensor.mul_, torch.Tensor.div_, torch.Tensor.copy_)
+REDUCTIONS = (
+    torch.sum, torch.mean, torch.amax, torch.amin, torch.max, torch.min, torch.argmax, torch.argmin, torch.any,
+    torch.all, torch.prod, torch.var, torch.std, torch.cumsum,
+)  # fmt: skip
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.float64, torch.bfloat16)
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An array on the device, uploaded: no op makes it."""
+    return torch.ones(shape, dtype=dtype).to("tpu")
+
+
+def ordinary() -> Iterator[Callable[[], Any]]:
+    """Calls of the ops of first scripts."""
+    for dtype in DTYPES:
+        yield from _elementwise(dtype)
+    for shape in ((A,), (A, B), (A, A), (A, B, C)):
+        yield from _reduced(shape)
+    yield from _products()
+    yield from _losses_and_layers()
+    yield from _rearranged()
+
+
+def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    numbers: tuple[Any, ...] = (0.5, 0, 1, 2, 3, 10, -1)[dtype in (torch.int64, torch.bool) :]
+    for shape in ((A, B), ()) if dtype == torch.float32 else ((A, B),):
+        x, y, zero_dim = some(*shape, dtype=dtype), some(*shape, dtype=dtype), some(dtype=dtype)
+        yield from (lambda f=f, x=x: f(x) for f in UNARY)
+        for f in BINARY:
+            yield from (lambda f=f, x=x, y=y: f(x, y) for y in (y, *numbers))
+        for f in (torch.add, torch.mul):
+            yield lambda f=f, x=x, y=zero_dim: f(x, y)
+        for f in INTO:
+            yield from (lambda f=f, x=x, y=y: f(x.clone(), y) for y in (y, *numbers))
+        yield from (lambda n=n, x=x: n - x for n in numbers)
+        yield from (lambda n=n, x=x: n / x for n in numbers)
+        yield lambda x=x, y=y: torch.where(x > y, x, y)
+        yield lambda x=x: torch.where(x > 0, x, 0)
+        yield lambda x=x: x.clone().zero_()
+        for value in (0, 1, 0.5, True):
+            yield lambda shape=shape, value=value: torch.full(shape, value, dtype=dtype, device="tpu")
+            yield lambda x=x, value=value: x.clone().fill_(value)
+        yield from (lambda x=x, other=other: x.to(other) for other in (*DTYPES, torch.float16, torch.int32))
+    for f in BINARY[:4] if dtype == torch.float32 else ():
+        for other in ((B,), (1, B), (A, 1)):
+            yield lambda f=f, other=other: f(some(A, B, dtype=dtype), some(*other, dtype=dtype))
+
+
+def _reduced(shape: tuple[int, ...]) -> Iterator[Callable[[], Any]]:
+    for dtype in (torch.float32, torch.int64, torch.bool):
+        x = some(*shape, dtype=dtype)
+        for f in REDUCTIONS:
+            yield lambda f=f, x=x: f(x)
+            for dim in {0, len(shape) - 1, -1} if dtype == torch.float32 else ():
+                yield lambda f=f, x=x, dim=dim: f(x, dim)
+                yield lambda f=f, x=x, dim=dim: f(x, dim, keepdim=True)
+    x = some(*shape)
+    for f in (torch.softmax, torch.log_softmax):
+        yield lambda f=f, x=x: (f(x, -1), trained(lambda x: f(x, -1).sum(), x))
+    yield lambda x=x: x.norm()
+    yield lambda x=x: trained(lambda x: x.mean() + x.sum(), x)
+
+
+def _products() -> Iterator[Callable[[], Any]]:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for shapes in (
+            ((A, B), (B, C)), ((A, A), (A, A)), ((A, B), (B, A)), ((A, B), (B,)), ((B,), (B,)), ((D, A, B), (D, B, C)),
+            ((A, B), (B, B)), ((D, A, B), (B, C)),
+        ):  # fmt: skip
+            x, y = (some(*shape, dtype=dtype) for shape in shapes)
+            yield lambda x=x, y=y: trained(lambda x, y: (x @ y).sum(), x, y)
+        for sizes in ((A, B, C), (A, B, B), (A, B, 1), (1, B, C)):
+            yield lambda sizes=sizes, dtype=dtype: _linear(*sizes, dtype=dtype)
+
+
+def _linear(rows: int, taken: int, made: int, dtype: torch.dtype) -> Any:
+    given = [some(*shape, dtype=dtype) for shape in ((rows, taken), (made, taken), (made,))]
+    return [
+        (
+            F.linear(*some_given),
+            trained(lambda *given: F.linear(*given).relu().sum(), *some_given),
+            trained(lambda *parameters: F.linear(given[0], *parameters).relu().sum(), *some_given[1:]),
+        )
+        for some_given in (given, given[:2])
+    ]
+
+
+def trained(f: Callable[..., torch.Tensor], *given: torch.Tensor) -> Any:
+    """What a function makes, and its gradients."""
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
+    made = f(*leaves)
+    made.backward()
+    return made, leaves
+
+
+def _losses_and_layers() -> Iterator[Callable[[], Any]]:
+    x, y, classes = some(A, B), some(A, B), some(A, dtype=torch.int64)
+    yield lambda: trained(F.cross_entropy, x, classes)
+    for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits):
+        yield lambda loss=loss: trained(loss, x, y)
+    for activation in (F.relu, torch.tanh, torch.sigmoid, F.gelu, F.silu):
+        yield lambda activation=activation: trained(lambda x: activation(x).sum(), x)
+    for places in (classes, some(C, D, dtype=torch.int64)):
+        yield lambda places=places: trained(lambda weight: F.embedding(places, weight).sum(), x)
+    for parameter in (some(A, B), some(A)):
+        for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+            yield lambda optimizer=optimizer, parameter=parameter: _step(optimizer, parameter)
+
+
+def _step(optimizer: Any, parameter: torch.Tensor) -> Any:
+    given = parameter.clone().requires_grad_()
+    made = optimizer([given], lr=0.1)
+    for _ in range(2):
+        made.zero_grad()
+        given.square().sum().backward()
+        made.step()
+    return given, made
+
+
+def _rearranged() -> Iterator[Callable[[], Any]]:
+    for dtype in (torch.float32, torch.int64):
+        x, y = some(A, B, dtype=dtype), some(A, B, dtype=dtype)
+        places = some(C, dtype=torch.int64)
+        yield lambda x=x: x.t().contiguous()
+        yield lambda x=x: x.t() + x.t()
+        yield lambda x=x, places=places: x[places]
+        yield lambda x=x, places=places: x.index_select(0, places)
+        yield lambda x=x: x.gather(1, some(A, B, dtype=torch.int64))
+        yield lambda x=x, y=y: torch.stack([x, y])
+        yield lambda x=x: x.flip(0)
+
+
+def ordinary_ops() -> list[Op]:
+    """What `ordinary` records, one op of each description; none of it is compiled."""
+    found: dict[str, Op] = {}
+    table = startup.lowerings()
+
+    def note(plan: Any) -> None:
+        for op in take_apart(plan.program.ops, lambda op: table.entry(op.name, "cpu").maps):
+            found.setdefault(list(templates.patterns(described(op)))[-1][0], op)
+        plan.failed(NotImplementedError("it is only looked at"))
+
+    startup.engine()
+    startup._lazy.plan = note  # type: ignore[method-assign]
+    for call in ordinary():
+        with contextlib.suppress(NotImplementedError, RuntimeError, TypeError):  # what PyTorch has not in this dtype
+            _C.forget_streams()  # where a number is seen for the first time it is not a run-time input
+            made = call()
+            torch.tpu.synchronize()
+            del made
+    return list(found.values())
+
+
+def described(op: Op) -> str:
+    """As `Fragments` describes it where nothing is watched."""
+    return f"{op.name}({parameters(op)[0]})->({describe_results(op)}) {op.precision}"
+
+
+def resized(value: Any, new: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
+    """An op, or a part of one, with other shapes of its arrays."""
+    if isinstance(value, Base):
+        return Base(new(value.shape), value.dtype)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: new(held) if field.name == "sizes" else resized(held, new)
+            for field in dataclasses.fields(value)
+            if (held := getattr(value, field.name)) is not None
+        }
+        return dataclasses.replace(value, **changed)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(resized(item, new) for item in value)
+    return value
+
+
+def by_size(sizes: Mapping[int, Any]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    return lambda shape: tuple(sizes.get(size, size) for size in shape)
+
+
+class Maker:
+    """Makes templates for a platform."""
+
+    def __init__(self, platform: str) -> None:
+        engine = startup.engine()
+        self._context = ops.Context
+        self._platform = platform
+        self._tracer = tracing.Tracer(engine.client, platform, self._context)
+
+    def make(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
+        """An op's template and where it is found; None where it has none."""
+        if op.padding is not None or not entry.persists:
+            return None
+        return self._of_shape(op, entry) or self._of_sizes(op, entry)
+
+    def agrees(self, op: Op, entry: LoweringEntry, made: tuple[str, FragmentTemplate]) -> bool:
+        """Whether tracing the op as it is gives what this template does, made for another platform."""
+        sizes = dict(templates.patterns(described(op)))[made[0]]
+        return self._tracer.trace([(op, entry)])[0] == made[1].filled(sizes)
+
+    def _of_shape(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
+        """A template for whatever shape."""
+        found = next(templates.patterns(described(op)))
+        if SHAPE not in found[1]:
+            return None
+
+        def shaped(*shape: Any) -> Op:
+            changed: Op = resized(op, lambda old: shape if old else old)
+            return changed
+
+        if not all(self._decides_nothing(lambda letters, n=n: shaped(*letters[:n]), entry) for n in (1, 3)):
+            return None
+        return self._checked(shaped(*SENTINELS[:2]), [shaped(*shape) for shape in SHAPES], entry)
+
+    def _of_sizes(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
+        """A template for whatever sizes."""
+        *_, (_, sizes) = templates.patterns(described(op))
+        known = [int(size) for letter, size in sizes.items() if letter != templates.COUNT]
+        if len(known) > len(SENTINELS):
+            return None
+
+        def sized(new: Sequence[Any]) -> Op:
+            changed: Op = resized(op, by_size(dict(zip(known, new, strict=False))))
+            return changed
+
+        if not self._decides_nothing(sized, entry):
+            return None
+        return self._checked(sized(SENTINELS), [sized(new) for new in SIZES], entry, is_shape=False)
+
+    def _decides_nothing(self, of: Callable[[Any], Op], entry: LoweringEntry) -> bool:
+        """Whether tracing an op with symbolic sizes compares no size with what it may be."""
+        symbols = Symbols([(2, 2**31 - 1, 2**31 - 1)] * len(SENTINELS))
+        letters = symbols.sizes("abcd")
+        try:
+            op = of(letters)
+            trace = tracing._Trace(op, entry, self._context, self._platform, "off")
+            structs = [tracing._struct(parameter) for parameter in trace.parameters]
+            with symbols._undecided, startup.engine().client.tracing():
+                jax.make_jaxpr(trace.function("op"))(*structs)
+        except Exception:  # noqa: BLE001 - whatever cannot be done with symbolic sizes
+            return False
+        differences = {f"{x} - {y}" for x, y in itertools.permutations("abcd", 2)}
+        differences |= {f"-1*{x} + {y}" for x, y in itertools.permutations("abcd", 2)}
+        return differences.issuperset(symbols.unequal())
+
+    def _checked(
+        self, sentinel: Op, others: Sequence[Op], entry: LoweringEntry, *, is_shape: bool = True
+    ) -> tuple[str, FragmentTemplate] | None:
+        """The template of an op with sizes that no text has, if it is right for others."""
+        place = 0 if is_shape else -1
+        try:
+            first, *traced = self._tracer.trace([(op, entry) for op in (sentinel, *others)])
+        except Exception:  # noqa: BLE001 - an op that cannot be traced with these sizes
+            return None
+        pattern, sizes = list(templates.patterns(described(sentinel)))[place]
+        template = templates.template_of(entry.name, first, sizes)
+        if template is None:
+            return None
+        for op, fragment in zip(others, traced, strict=True):
+            found, sizes = list(templates.patterns(described(op)))[place]
+            if found == pattern and template.filled(sizes) not in (None, fragment):
+                return None
+        return pattern, template
+
+
+def make(found: Sequence[Op]) -> dict[str, Any]:
+    """What the file holds of these ops."""
+    makers = {platform: Maker(platform) for platform in PLATFORMS}
+    made: dict[tuple[str, str], list[str]] = {}
+    homes = set()
+    for count, op in enumerate(found):
+        first: tuple[str, FragmentTemplate] | None = None
+        for platform, maker in makers.items():
+            entry = startup.lowerings().entry(op.name, platform)
+            is_first = first is not None and maker.agrees(op, entry, first)
+            template = first if is_first else maker.make(op, entry)
+            if template is None:
+                break
+            first = first or template
+            homes.add(inspect.unwrap(entry.function).__module__)
+            platforms = made.setdefault((template[0], json.dumps(template[1])), [])
+            if platform not in platforms:
+                platforms.append(platform)
+        print(f"\r{count + 1} of {len(found)} ops, {len(made)} templates ", end="", file=sys.stderr)
+    rows = sorted([platforms, pattern, *json.loads(template)] for (pattern, template), platforms in made.items())
+    sources = {home: templates.digest_of_sources(home) for home in sorted(homes)}
+    return {"jax": jax.__version__, "sources": sources, "templates": rows}
+
+
+def text_of(held: Mapping[str, Any]) -> str:
+    """The file's text: a line for each template."""
+    rows = ",\n".join(json.dumps(row) for row in held["templates"])
+    head = json.dumps({key: value for key, value in held.items() if key != "templates"}, indent=0)
+    return f'{head.rstrip("}").rstrip()},\n"templates": [\n{rows}\n]}}\n'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="of the ops that are checked")
+    options = parser.parse_args()
+    first, step = map(int, options.part.split("/"))
+    made = make(ordinary_ops()[first::step])
+    if not options.check:
+        FILE.write_text(text_of(made))
+        return
+    held = json.loads(FILE.read_text())
+    if missing := [row for row in made["templates"] if row not in held["templates"]]:
+        sys.exit(f"not in {FILE}, or other there: {missing}; python packaging/fragment_templates.py makes it anew")
+
+
+if __name__ == "__main__":
+    main()
