@@ -65,10 +65,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker per core and file; none, which is to run the tests in this process, for a single file."""
+    """A worker per core and one for what waits, at most one per file; none, which is to run the tests in this process,
+    for a single file."""
     paths = {Path(argument.split("::")[0]) for argument in config.args}
     cores, gigabytes = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
-    workers = max(1, min(cores, gigabytes // GIGABYTES_PER_WORKER, MOST_WORKERS))
+    workers = max(1, min(cores + 1, gigabytes // GIGABYTES_PER_WORKER, MOST_WORKERS))
     if all(path.is_file() for path in paths):
         workers = min(workers, len(paths))
     return workers if workers > 1 else 0
@@ -157,6 +158,13 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     for thread in user_threads() - threads:
         thread.join(timeout=5)
     assert user_threads() <= threads, "a thread outlives the test"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_here_to_stay_is_not_searched_for_garbage() -> None:
+    """Models' libraries, jax and torch's compiler leave millions of objects: a collection of them takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
