@@ -3,10 +3,10 @@
     python packaging/fragment_templates.py            # writes the file
     python packaging/fragment_templates.py --check    # fails where a template is not what tracing gives
 
-The ops are those that `ORDINARY` runs. One becomes a template where
+The ops are those that `ordinary` calls. One becomes a template where
 
-- tracing it with sizes of which nothing is known, but that each is at least 2 (jax's symbolic dimensions), decides
-  nothing by a size, and
+- tracing it decides nothing by a size, on any platform: it is traced with sizes of which nothing is known but that they
+  are at least 2 (jax's symbolic dimensions) and, where the template is for single sizes, that they differ, and
 - filled in with other sizes, small and large, equal ones and some of 0 and 1 where that makes no other description, the
   template is to the letter what tracing with those sizes gives.
 """
@@ -46,7 +46,8 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 A, B, C, D = 23, 29, 31, 37  # sizes of the ordinary ops, which have no other number like these
 SENTINELS = (41, 43, 47, 53)  # which no text has for another reason, nor what two or three of them make
 SIZES = (2, 3, 5, 7), (7, 4, 3, 2), (16, 64, 32, 8), (65537, 33, 2, 12)
-SHAPES = (1,), (0, 3), (2, 2), (1, 7, 3, 2), (3, 2, 2, 2, 5), (100003,)
+SHAPES = (1,), (0, 3), (5, 0), (2, 2), (4, 1), (2, 1, 3), (1, 7, 3, 2), (3, 2, 2, 2, 5), (100003,)
+SYMBOLIC = ("a",), ("a", "b", "c"), (1, "a"), ("a", 1), ("a", 1, "b")
 
 UNARY = (
     torch.neg, torch.abs, torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.sin, torch.cos, torch.tanh, torch.relu,
@@ -236,8 +237,23 @@ def resized(value: Any, new: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> An
     return value
 
 
-def by_size(sizes: Mapping[int, Any]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    return lambda shape: tuple(sizes.get(size, size) for size in shape)
+def shaped(op: Op, shape: tuple[Any, ...]) -> Op:
+    """The op with another shape of all arrays that have dimensions."""
+    changed: Op = resized(op, lambda old: shape if old else old)
+    return changed
+
+
+def sizes_of(op: Op) -> list[int]:
+    """What letters stand for in its description."""
+    *_, (_, sizes) = templates.patterns(described(op))
+    return [int(size) for letter, size in sizes.items() if letter != templates.COUNT]
+
+
+def sized(op: Op, new: Sequence[Any]) -> Op:
+    """The op with other single sizes."""
+    sizes = dict(zip(sizes_of(op), new, strict=False))
+    changed: Op = resized(op, lambda shape: tuple(sizes.get(size, size) for size in shape))
+    return changed
 
 
 class Maker:
@@ -258,52 +274,43 @@ class Maker:
     def agrees(self, op: Op, entry: LoweringEntry, made: tuple[str, FragmentTemplate]) -> bool:
         """Whether tracing the op as it is gives what this template does, made for another platform."""
         sizes = dict(templates.patterns(described(op)))[made[0]]
-        return self._tracer.trace([(op, entry)])[0] == made[1].filled(sizes)
+        if self._tracer.trace([(op, entry)])[0] != made[1].filled(sizes):
+            return False
+        return self._decides_nothing_by_shape(op, entry) if SHAPE in sizes else self._decides_nothing_by_size(op, entry)
 
     def _of_shape(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
         """A template for whatever shape."""
-        found = next(templates.patterns(described(op)))
-        if SHAPE not in found[1]:
+        if SHAPE not in next(templates.patterns(described(op)))[1] or not self._decides_nothing_by_shape(op, entry):
             return None
-
-        def shaped(*shape: Any) -> Op:
-            changed: Op = resized(op, lambda old: shape if old else old)
-            return changed
-
-        if not all(self._decides_nothing(lambda letters, n=n: shaped(*letters[:n]), entry) for n in (1, 3)):
-            return None
-        return self._checked(shaped(*SENTINELS[:2]), [shaped(*shape) for shape in SHAPES], entry)
+        return self._checked(shaped(op, SENTINELS[:2]), [shaped(op, shape) for shape in SHAPES], entry)
 
     def _of_sizes(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
         """A template for whatever sizes."""
-        *_, (_, sizes) = templates.patterns(described(op))
-        known = [int(size) for letter, size in sizes.items() if letter != templates.COUNT]
-        if len(known) > len(SENTINELS):
+        if len(sizes_of(op)) > len(SENTINELS) or not self._decides_nothing_by_size(op, entry):
             return None
+        return self._checked(sized(op, SENTINELS), [sized(op, new) for new in SIZES], entry, is_shape=False)
 
-        def sized(new: Sequence[Any]) -> Op:
-            changed: Op = resized(op, by_size(dict(zip(known, new, strict=False))))
-            return changed
+    def _decides_nothing_by_shape(self, op: Op, entry: LoweringEntry) -> bool:
+        return not any(self._decisions(lambda symbols, s=s: shaped(op, symbols.sizes(s)), entry) for s in SYMBOLIC)
 
-        if not self._decides_nothing(sized, entry):
-            return None
-        return self._checked(sized(SENTINELS), [sized(new) for new in SIZES], entry, is_shape=False)
+    def _decides_nothing_by_size(self, op: Op, entry: LoweringEntry) -> bool:
+        """Single sizes differ."""
+        pairs = list(itertools.permutations("abcd", 2))
+        different = {f"{x} - {y}" for x, y in pairs} | {f"-1*{x} + {y}" for x, y in pairs}
+        return different.issuperset(self._decisions(lambda symbols: sized(op, symbols.sizes("abcd")), entry))
 
-    def _decides_nothing(self, of: Callable[[Any], Op], entry: LoweringEntry) -> bool:
-        """Whether tracing an op with symbolic sizes compares no size with what it may be."""
+    def _decisions(self, of: Callable[[Symbols], Op], entry: LoweringEntry) -> tuple[str, ...]:
+        """What tracing an op with symbolic sizes took for other than 0 without knowing."""
         symbols = Symbols([(2, 2**31 - 1, 2**31 - 1)] * len(SENTINELS))
-        letters = symbols.sizes("abcd")
         try:
-            op = of(letters)
+            op = of(symbols)
             trace = tracing._Trace(op, entry, self._context, self._platform, "off")
             structs = [tracing._struct(parameter) for parameter in trace.parameters]
             with symbols._undecided, startup.engine().client.tracing():
                 jax.make_jaxpr(trace.function("op"))(*structs)
-        except Exception:  # noqa: BLE001 - whatever cannot be done with symbolic sizes
-            return False
-        differences = {f"{x} - {y}" for x, y in itertools.permutations("abcd", 2)}
-        differences |= {f"-1*{x} + {y}" for x, y in itertools.permutations("abcd", 2)}
-        return differences.issuperset(symbols.unequal())
+        except Exception as error:  # noqa: BLE001 - whatever cannot be done with symbolic sizes
+            return (repr(error),)
+        return symbols.unequal()
 
     def _checked(
         self, sentinel: Op, others: Sequence[Op], entry: LoweringEntry, *, is_shape: bool = True
