@@ -218,7 +218,7 @@ def ordinary_ops() -> list[Op]:
 
 def described(op: Op) -> str:
     """As `Fragments` describes it where nothing is watched."""
-    return f"{op.name}({parameters(op)[0]})->({describe_results(op)}) {op.precision}"
+    return f"{op.name}({parameters(op)[0]})->({describe_results(op)}) {op.settings}"
 
 
 def resized(value: Any, new: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:

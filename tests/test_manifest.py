@@ -44,7 +44,7 @@ def test_identity_is_what_is_compiled() -> None:
     moved = replace(PROGRAM, line="model.py:1", ops=(replace(OP, line="model.py:2"),))
     assert RecordedProgram(moved, guessed_since="x").identity == recorded.identity
     for other in (
-        RecordedProgram(replace(PROGRAM, ops=(replace(OP, precision="medium"),))),
+        RecordedProgram(replace(PROGRAM, ops=(replace(OP, settings="medium"),))),
         RecordedProgram(PROGRAM, is_flat=True),
         RecordedProgram(replace(PROGRAM, outputs=(1,))),
         RecordedProgram(replace(PROGRAM, ops=(replace(OP, name="sub_.Tensor"),))),

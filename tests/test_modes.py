@@ -121,3 +121,23 @@ def test_a_gradient_penalty_steps_as_on_the_cpu() -> None:
         return [p.detach().cpu() for p in critic.parameters()]
 
     torch.testing.assert_close(step("tpu"), step("cpu"), rtol=1e-4, atol=1e-5)
+
+
+def promoted(device: str) -> list[torch.Tensor]:
+    """What hangs on the default dtype: 2^24 + 1 is no float32."""
+    x = torch.tensor([2**24 + 1, 3]).to(device)
+    return [x > 16777216.5, x * 1.0, x / 2, x.sqrt(), torch.where(x > 3, 1.5, 0.25)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_default_dtype_holds_for_the_calls_that_it_is_set_at(dtype: torch.dtype) -> None:
+    made: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    try:
+        for now in (torch.float32, dtype, torch.float32):
+            torch.set_default_dtype(now)
+            made.append((promoted("tpu"), promoted("cpu")))  # what is recorded is lowered when another one is set
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for on_tpu, on_cpu in made:
+        for one, other in zip(on_tpu, on_cpu, strict=True):
+            torch.testing.assert_close(one.cpu(), other)

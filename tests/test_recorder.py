@@ -137,7 +137,7 @@ def test_the_precision_of_a_product_is_that_of_its_call(engine: ReferenceEngine)
     finally:
         torch.set_float32_matmul_precision("highest")
     (program,) = engine.programs
-    assert [op.precision for op in program.ops] == ["highest", "high", None, "medium", None]
+    assert [op.settings for op in program.ops] == ["highest", "high", None, "medium", None]
 
 
 def test_a_linear_layer_is_one_op_each_way(engine: ReferenceEngine) -> None:

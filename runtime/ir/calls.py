@@ -97,6 +97,19 @@ def _describe(value: Any, key: list[str], found: list[Parameter]) -> None:
         key.append(f"{kind.__name__}:{value!r}")
 
 
+def precision_of(op: Op) -> str | None:
+    """The precision of its products, if it multiplies."""
+    return next((word for word in (op.settings or "").split() if "." not in word), None)
+
+
+def default_dtype_of(op: Op) -> torch.dtype:
+    """The default dtype at its call."""
+    names = [word.removeprefix("torch.") for word in (op.settings or "").split() if "." in word]
+    found = getattr(torch, names[0]) if names else torch.float32
+    assert isinstance(found, torch.dtype)
+    return found
+
+
 def describe_results(op: Op) -> str:
     """What of the results decides the fragment, as text."""
     key = [tensor_type(w.sizes, w.dtype) for w in op.writes]

@@ -218,11 +218,11 @@ class _Decoder:
         return Program(made, bases, tuple(outputs), donations, self._floats, self._ints, text(line))
 
     def _op(self, value: Any) -> Op:
-        name, args, results, writes, line, precision, padding = _content(value, "Op", 7)
+        name, args, results, writes, line, settings, padding = _content(value, "Op", 7)
         arguments = tuple([self._argument(item) for item in items(args)])
         made = tuple([self._results(item) for item in items(results)])
         written = tuple([self._write(item, arguments) for item in items(writes)])
-        how = None if precision is None else text(precision)
+        how = None if settings is None else text(settings)
         return Op(text(name), arguments, made, written, text(line), how, self._padding(padding))
 
     def _padding(self, value: Any) -> Padding | None:

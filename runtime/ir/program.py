@@ -130,8 +130,9 @@ class Op:
     `name` is ATen's name without the namespace (`add_.Tensor`).  `args` follow the schema (with one `Random` appended
     for a random op whose schema has no generator).  An argument is None, a plain Python value, a torch.dtype, a
     `Lifted`, `Scalar`, `Random` or `Operand`, or a tuple of these.  `results` follow the returns: None where a return
-    aliases an argument, is undefined or is no tensor; a tuple for a list of tensors.  `precision` is that of
-    `torch.set_float32_matmul_precision` at the call, for an op whose result depends on it.  With `padding`, arrays are
+    aliases an argument, is undefined or is no tensor; a tuple for a list of tensors.  `settings` are words for
+    what holds at the call: of `torch.set_float32_matmul_precision`, for an op whose result depends on it, and the
+    default dtype where that is not float32.  With `padding`, arrays are
     longer than what counts of them; ints that change are `Symbolic`.
     """
 
@@ -140,7 +141,7 @@ class Op:
     results: tuple[Result | tuple[Result | None, ...] | None, ...]
     writes: tuple[Write, ...]
     line: str
-    precision: str | None = None
+    settings: str | None = None
     padding: Padding | None = None
 
 

@@ -1,7 +1,7 @@
 """Fragments: the StableHLO functions of ops, from memory, from a template, from the store, or by tracing.
 
 A fragment is found by what decides its text: the op's name, the types of its array arguments, the values of the
-others, the recorded results, the platform and, for an op that multiplies, the precision.
+others, the recorded results, the platform and, what PyTorch was set to.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Fragments:
         for op in ops:
             try:
                 arguments, arrays = parameters(op)
-                found.append((f"{op.name}({arguments})->({describe_results(op)}) {op.precision}{suffix}", arrays))
+                found.append((f"{op.name}({arguments})->({describe_results(op)}) {op.settings}{suffix}", arrays))
             except TypeError as error:  # an element type that XLA does not have
                 raise explained(op, error) from error
         return found

@@ -19,8 +19,10 @@ from torchtpu.runtime.ir.calls import (
     LoweringEntry,
     Parameter,
     bind,
+    default_dtype_of,
     full_name,
     parameters,
+    precision_of,
     results_of,
     schema_of,
     written,
@@ -104,7 +106,7 @@ class _Trace:
         self._op = op
         self._entry = entry
         self._results = tuple((r.sizes, r.dtype) for r in results_of(op))
-        self._context = context(entry.name, platform, self._sizes_of_results(), op.precision)
+        self._context = context(entry.name, platform, self._sizes_of_results(), precision_of(op))
         _, self.parameters = parameters(op)
 
     def _sizes_of_results(self) -> tuple[tuple[tuple[Any, ...], torch.dtype], ...]:
@@ -138,7 +140,9 @@ class _Trace:
         positional, named = bind(schema, [_rebuild(a, given, size_of) for a in self._op.args])
         if self._entry.takes_context:
             named["ctx"] = self._context
-        return _align(self._entry.function(*positional, **named), self._op, schema)
+        with self._context.assumes(default_dtype_of(self._op)):
+            made = self._entry.function(*positional, **named)
+        return _align(made, self._op, schema)
 
     def _watch(self, given: Sequence[Any], made: Sequence[Any]) -> None:
         """Checks that the op makes no NaN (or Inf) of arguments that have none."""

@@ -174,7 +174,7 @@ class _Number(NamedTuple):
 
 class _PaddedCall(NamedTuple):
     name: str
-    precision: str | None
+    settings: str | None
     args: tuple[Any, ...]
     made: tuple[_View, ...]
     about: tuple[Any, ...]
@@ -217,7 +217,7 @@ def _call(op: Op, slot: Callable[[int], Leaf], is_special: IsStructural) -> _Pad
     )
     kinds = tuple(r if r is None else type(r).__name__ for r in op.results)
     writes = tuple((w.arg, w.element, w.value, w.replaces) for w in op.writes)
-    return _PaddedCall(op.name, op.precision, args, made, (kinds, writes))
+    return _PaddedCall(op.name, op.settings, args, made, (kinds, writes))
 
 
 def _argument(given: Any, slot: Callable[[int], Leaf], is_kept: Callable[[int], bool]) -> Any:

@@ -177,7 +177,7 @@ def _geometry(op: Op) -> tuple[Any, ...]:
     """What of an op's tensors its fragment does not say: how they lie in their arrays, but for where they begin."""
     taken = [(o.value is None, o.strides, o.base, type(o.offset)) for o in operands(op)]
     made = [(r.strides, r.base, isinstance(r, Write) and (r.arg, r.replaces, type(r.offset))) for r in results_of(op)]
-    return *taken, *made, op.precision
+    return *taken, *made, op.settings
 
 
 def _parts(program: Program, runs: Sequence[range]) -> list[Part]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchtpu.runtime.ir.calls import results_of, written
+from torchtpu.runtime.ir.calls import precision_of, results_of, written
 from torchtpu.runtime.ir.liveness import ends_of_life
 from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.ir.values import bases_of, operands, rewrite, size_of
@@ -155,7 +155,7 @@ class _Schedule:
         taken = sorted((math.prod(o.sizes) for o in operands(op)), reverse=True)
         made = [math.prod(m.sizes) for m in results_of(op)]
         nbytes = sum(math.prod(t.sizes) * t.dtype.itemsize for t in _tensors(op))
-        flops = 2 * math.sqrt(math.prod(taken[:2]) * max(made, default=0)) if op.precision is not None else 0
+        flops = 2 * math.sqrt(math.prod(taken[:2]) * max(made, default=0)) if precision_of(op) is not None else 0
         return nbytes / _BYTES_PER_SECOND + flops / _FLOPS_PER_SECOND + 1e-6
 
 

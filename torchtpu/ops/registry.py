@@ -6,10 +6,12 @@ so that `import torch` stays fast and DataLoader workers never start an XLA clie
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +54,27 @@ class Context:
     precision: str | None = None
     checks: list[tuple[Any, str, type[Exception]]] = field(default_factory=list)
 
+    @contextlib.contextmanager
+    def assumes(self, default_dtype: torch.dtype) -> Iterator[None]:
+        """Lowerings promote as where this is the default dtype."""
+        before, _assumed.default_dtype = _assumed.default_dtype, default_dtype
+        try:
+            yield
+        finally:
+            _assumed.default_dtype = before
+
     def check(self, ok: Any, message: str, error: type[Exception] = IndexError) -> None:
         """Fails the op at the next read with `error(message)` where the boolean array `ok` has a False."""
         self.checks.append((jnp.all(ok), message, error))
 
+
+class _Assumed(threading.local):
+    """What holds where an op that is being traced was called."""
+
+    default_dtype: torch.dtype | None = None
+
+
+_assumed = _Assumed()
 
 Row = tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool]
 
@@ -228,6 +247,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     return found
 
 
+def default_dtype() -> torch.dtype:
+    """That of the call that is being traced."""
+    return _assumed.default_dtype or torch.get_default_dtype()
+
+
 def opmath(x: Any) -> Any:
     """`x` in the dtype PyTorch accumulates it in: float32 for bfloat16, float16 and float8."""
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
@@ -238,7 +262,7 @@ def _compute_dtype(values: list[Any], kind: Promotion) -> torch.dtype:
     sympy to say it."""
     result = _result_dtype([v for v in values if v is not None and not isinstance(v, (str, bool))])
     if kind is Promotion.INT_TO_FLOAT and not (result.is_floating_point or result.is_complex):
-        result = torch.get_default_dtype()
+        result = default_dtype()
     if kind is Promotion.BOOL_TO_LONG and result is torch.bool:
         return torch.long
     return result if kind is Promotion.NO_OPMATH else get_computation_dtype(result)
@@ -259,7 +283,7 @@ def _result_dtype(values: list[Any]) -> torch.dtype:
         ]
         if taken:
             return functools.reduce(torch.promote_types, taken)
-    default = torch.get_default_dtype()
+    default = default_dtype()
     return (torch.bool, torch.long, default, default.to_complex())[highest]
 
 

@@ -121,7 +121,7 @@ bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* for
   lift_keys(info, fork, node->args);
   node->info = &info;
   node->line = std::move(line);
-  if (info.multiplies) node->precision = matmul_precision();
+  node->settings = settings_for(info);
   node->is_asked_again = writes_nothing_it_reads(info, args);
   int32_t next_value = r.at->next_value;
   add_returns(*node, info, inferred.results, &next_value);

@@ -288,10 +288,14 @@ void lift_number(const OpInfo& info, const ArgInfo& arg, const NumberKey* fork, 
 
 }  // namespace
 
-at::Float32MatmulPrecision matmul_precision() { return at::globalContext().float32MatmulPrecision(); }
+Settings settings_for(const OpInfo& info) {
+  Settings now{.default_dtype = c10::get_default_dtype_as_scalartype()};
+  if (info.multiplies) now.precision = at::globalContext().float32MatmulPrecision();
+  return now;
+}
 
 Match match_node(Recorder& r, const Node& node, const OpInfo& info, const IValue* args, LiftedNumbers& lifted) {
-  if (node.info != &info || (info.multiplies && node.precision != matmul_precision())) return Match::kNo;
+  if (node.info != &info || node.settings != settings_for(info)) return Match::kNo;
   Match all = Match::kYes;
   size_t given = info.args.size();
   for (size_t i = 0; i < node.args.size(); i++) {

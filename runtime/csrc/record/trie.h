@@ -124,6 +124,14 @@ struct Reads {
   int dear = 0;                              // reads here for which a cut would have been cheaper
 };
 
+// What an op's result depends on beside its arguments.
+struct Settings {
+  at::Float32MatmulPrecision precision{};                    // torch.set_float32_matmul_precision, if the op multiplies
+  at::ScalarType default_dtype = at::ScalarType::Undefined;  // torch.set_default_dtype
+
+  bool operator==(const Settings&) const = default;
+};
+
 struct Node {
   const OpInfo* info = nullptr;
   Node* parent = nullptr;
@@ -136,13 +144,13 @@ struct Node {
   bool is_asked_again = false;  // whether the op is refused does not follow from what is compared
   int64_t bytes = 0;            // bytes produced up to here
   uint64_t rng_increment = 0;
-  int32_t floats = 0, ints = 0;            // lifted numbers up to here
-  uint64_t hash = 0;                       // of the op, its geometry and how far back its arguments were made
-  uint64_t context = 0;                    // of the last ops' hashes
-  uint64_t skeleton = 0;                   // of the ops up to here and the values they take, whatever the shapes
-  Node* best = nullptr;                    // where a cap that strikes here cuts; null while the region is too short
-  at::Float32MatmulPrecision precision{};  // of an op that multiplies
-  std::string line;                        // where the op was first recorded
+  int32_t floats = 0, ints = 0;  // lifted numbers up to here
+  uint64_t hash = 0;             // of the op, its geometry and how far back its arguments were made
+  uint64_t context = 0;          // of the last ops' hashes
+  uint64_t skeleton = 0;         // of the ops up to here and the values they take, whatever the shapes
+  Node* best = nullptr;          // where a cap that strikes here cuts; null while the region is too short
+  Settings settings;             // at the call
+  std::string line;              // where the op was first recorded
   std::vector<std::unique_ptr<Node>> children;
   Node* last = nullptr;                      // the child taken last time
   std::vector<std::shared_ptr<Plan>> plans;  // programs that end here, by live set and donation
@@ -203,8 +211,8 @@ struct LiftedNumbers {
 
 enum class Match : uint8_t { kNo, kYes, kButNumbers };  // kButNumbers: equal except for numbers that may be lifted
 
-// What torch.set_float32_matmul_precision and its relatives say now.
-at::Float32MatmulPrecision matmul_precision();
+// What torch.set_float32_matmul_precision, its relatives and torch.set_default_dtype say now, for an op.
+Settings settings_for(const OpInfo& info);
 struct Recorder;
 Match match_node(Recorder& r, const Node& node, const OpInfo& info, const IValue* args, LiftedNumbers& lifted);
 // Describes the arguments of a call; false for an argument that cannot be recorded.

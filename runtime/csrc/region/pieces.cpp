@@ -19,17 +19,17 @@ constexpr size_t kMostKnown = 1 << 16;   // signs, and pieces, that have a numbe
 constexpr int64_t kNothing = INT64_MIN;  // where no value is taken
 
 struct Fields {
-  PyObject *name, *args, *results, *writes, *line, *precision, *value, *sizes, *strides, *offset, *dtype, *base, *kind,
+  PyObject *name, *args, *results, *writes, *line, *settings, *value, *sizes, *strides, *offset, *dtype, *base, *kind,
       *index, *wrapped, *seed, *arg, *element, *replaces, *ops, *inputs, *outputs, *donated, *type, *itemsize;
   PyObject *operand, *lifted, *scalar, *random, *device;
   Fields() {
     for (auto [field, text] : std::initializer_list<std::pair<PyObject**, const char*>>{
-             {&name, "name"},        {&args, "args"},           {&results, "results"},   {&writes, "writes"},
-             {&line, "line"},        {&precision, "precision"}, {&value, "value"},       {&sizes, "sizes"},
-             {&strides, "strides"},  {&offset, "offset"},       {&dtype, "dtype"},       {&base, "base"},
-             {&kind, "kind"},        {&index, "index"},         {&wrapped, "wrapped"},   {&seed, "seed"},
-             {&arg, "arg"},          {&element, "element"},     {&replaces, "replaces"}, {&ops, "ops"},
-             {&inputs, "inputs"},    {&outputs, "outputs"},     {&donated, "donated"},   {&type, "type"},
+             {&name, "name"},        {&args, "args"},         {&results, "results"},   {&writes, "writes"},
+             {&line, "line"},        {&settings, "settings"}, {&value, "value"},       {&sizes, "sizes"},
+             {&strides, "strides"},  {&offset, "offset"},     {&dtype, "dtype"},       {&base, "base"},
+             {&kind, "kind"},        {&index, "index"},       {&wrapped, "wrapped"},   {&seed, "seed"},
+             {&arg, "arg"},          {&element, "element"},   {&replaces, "replaces"}, {&ops, "ops"},
+             {&inputs, "inputs"},    {&outputs, "outputs"},   {&donated, "donated"},   {&type, "type"},
              {&itemsize, "itemsize"}}) {
       *field = PyUnicode_InternFromString(text);
     }
@@ -157,7 +157,7 @@ class Reader {
   std::pair<std::string, std::string> read() {
     const Fields& f = fields();
     put_name(get(op_, f.name).ptr());
-    argument(get(op_, f.precision).ptr());
+    argument(get(op_, f.settings).ptr());
     auto args = get(op_, f.args);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args.ptr()); i++) {
       arg_ = i;

@@ -57,7 +57,7 @@ class Converter {
     py::tuple results(node->returns.size()), writes(node->writes.size());
     for (size_t i = 0; i < node->returns.size(); i++) results[i] = result(node->returns[i]);
     for (size_t i = 0; i < node->writes.size(); i++) writes[i] = write(node->writes[i]);
-    return classes().op(info.name, args, results, writes, node->line, precision(*node));
+    return classes().op(info.name, args, results, writes, node->line, settings(*node));
   }
 
   py::object base(const Base* b) {
@@ -69,17 +69,24 @@ class Converter {
   int floats = 0, ints = 0;
 
  private:
-  py::object precision(const Node& node) {
-    if (!node.info->multiplies) return py::none();
-    switch (node.precision) {
-      case at::Float32MatmulPrecision::HIGHEST:
-        return py::str("highest");
-      case at::Float32MatmulPrecision::HIGH:
-        return py::str("high");
-      case at::Float32MatmulPrecision::MEDIUM:
-        return py::str("medium");
+  py::object settings(const Node& node) {
+    std::string words = node.info->multiplies ? name_of(node.settings.precision) : "";
+    if (node.settings.default_dtype != at::kFloat) {
+      words += (words.empty() ? "" : " ") + py::cast<std::string>(py::str(py::cast(node.settings.default_dtype)));
     }
-    return py::none();
+    return words.empty() ? py::object(py::none()) : py::str(words);
+  }
+
+  static const char* name_of(at::Float32MatmulPrecision precision) {
+    switch (precision) {
+      case at::Float32MatmulPrecision::HIGHEST:
+        return "highest";
+      case at::Float32MatmulPrecision::HIGH:
+        return "high";
+      case at::Float32MatmulPrecision::MEDIUM:
+        return "medium";
+    }
+    return "";
   }
 
   py::object lifted(const char* kind) { return classes().lifted(kind, kind[0] == 'f' ? floats++ : ints++); }

@@ -66,7 +66,7 @@ Node* node_again(Recorder& r, const Node& old, std::vector<ArgKey> call, const N
     w.meta.value = w.value;
   }
   node->rng_increment = old.rng_increment;
-  node->precision = old.precision;
+  node->settings = old.settings;
   node->line = old.line;
   return add_node(*r.trie, *r.at, std::move(node), old.next_value - shift);
 }
@@ -77,7 +77,7 @@ void record_again(Recorder& r, const Node& old, std::vector<ArgKey> call) {
   LiftedNumbers lifted;
   Node *next = nullptr, *fork = nullptr;
   for (auto& child : r.at->children) {
-    if (child->precision != old.precision) continue;
+    if (child->settings != old.settings) continue;
     lifted.clear();
     Match m = match_keys(*child, *old.info, call, lifted);
     if (m == Match::kYes) next = child.get();
@@ -271,7 +271,7 @@ bool is_same_result(const TensorMeta& a, const TensorMeta& b) {
 // Whether two calls of one op on the same values, with as many results, agree in geometry and numbers: then one
 // program most likely serves both.
 bool is_same_call(const Node& a, const Node& b) {
-  if (a.info != b.info || a.precision != b.precision) return false;
+  if (a.info != b.info || a.settings != b.settings) return false;
   for (size_t i = 0; i < a.args.size(); i++) {
     const ArgKey &x = a.args[i], &y = b.args[i];
     if (x.ints != y.ints || x.dtype != y.dtype || x.numbers.size() != y.numbers.size() ||
@@ -298,7 +298,7 @@ bool is_same_call(const Node& a, const Node& b) {
 bool has_same_ops(const Node& now, const Node& then) {
   if (now.depth != then.depth) return false;
   for (const Node *a = &now, *b = &then; a->info; a = a->parent, b = b->parent) {
-    if (a->info->runs_once || a->info != b->info || a->precision != b->precision) return false;
+    if (a->info->runs_once || a->info != b->info || a->settings != b->settings) return false;
   }
   return true;
 }
@@ -336,7 +336,7 @@ uint64_t kind_of(const Node& node) {
 // Whether an op does what another one did a lap before: with the same inputs, with what was made as long before, or
 // with what was made before the loop.
 bool is_lap_later(const Node& now, const Node& then) {
-  if (now.info != then.info || now.precision != then.precision || now.info->runs_once) return false;
+  if (now.info != then.info || now.settings != then.settings || now.info->runs_once) return false;
   int32_t made = now.parent->next_value - then.parent->next_value;
   if (now.next_value - then.next_value != made) return false;
   for (size_t i = 0; i < now.args.size(); i++) {
