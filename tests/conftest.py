@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,9 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             torch.tpu.synchronize()
         return
     torch.tpu.synchronize()  # raises an error that the test did not read
-    if any(left_alive()[name] > before[name] for name in before):
+    deadline = time.monotonic() + 10
+    while any(left_alive()[name] > before[name] for name in before) and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread's region ends with the system's thread, a moment after `join` has returned
         gc.collect()
         torch.tpu.synchronize()
     grown = {name: count - before[name] for name, count in left_alive().items() if count > before[name]}

@@ -31,12 +31,12 @@ def tokens(device: str) -> Tensor:
 def decode(model: Any, device: str) -> tuple[list[int], list[int]]:
     """A loop of one's own, whose tensors keep their sizes: the tokens, and how many programs each turn compiled."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    token = model(tokens(device), past_key_values=cache).logits[:, -1:].argmax(-1)
+    token = model(tokens(device), cache=cache).logits[:, -1:].argmax(-1)
     place = torch.full((1, 1), PROMPT, device=device)
     made, compiled = [int(token)], []
     for _ in range(TOKENS - 1):
         metrics.reset()
-        token = model(token, past_key_values=cache, position_ids=place).logits[:, -1:].argmax(-1)
+        token = model(token, cache=cache, position_ids=place).logits[:, -1:].argmax(-1)
         place = place + 1
         made.append(int(token))
         torch.tpu.synchronize()
