@@ -41,7 +41,7 @@ from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
 from .lowering.fragments import Fragments
 from .padding.arrays import PaddedExecutable, download
-from .padding.layout import Layouts, PaddedProgram
+from .padding.layout import Layouts, Outline, PaddedProgram
 from .partition.clusters import Clusters
 from .partition.pieces import Piece
 from .partition.split import ends_of_runs, split
@@ -125,7 +125,6 @@ class Engine:
         sweep, choices = (None, NullStore("programs are collected")) if journal else (SWEEPS.get(platform), store)
         # Ranks compute the same bits, each in its own time.
         first = None if journal or process_group else FIRST_TIERS.get(platform)
-        self._piece_layouts = Layouts(is_special)
         self._variants = VariantBuilder(
             self._builder,
             self.plans,
@@ -136,7 +135,7 @@ class Engine:
             sweep,
             first,
             capacity,
-            self._pad_piece,
+            _PaddedPieces(Layouts(is_special), self.fragments, knob),
             planned,
         )
         self._waits = threading.local()  # the tens of seconds that this thread's wait has lasted
@@ -315,17 +314,6 @@ class Engine:
         self.counters.regions_padded += 1
         return padded
 
-    def _pad_piece(self, program: Program, others: Sequence[Program]) -> PaddedProgram | None:
-        """A piece of a region padded, with other sizes of it in view; None where that is not possible."""
-        if not self._knob("padding") or self._knob("debug_nans") != "off":
-            return None
-        try:
-            return self._piece_layouts.pad(program, others, self.fragments.check_padding)
-        except Exception as error:  # noqa: BLE001 -- as above
-            if "cluster" in self._knob("log"):
-                log.write(f"tpu: not padded: {error} (a piece of the region at {program.line})")
-            return None
-
     def _refuse(self, program: Program, error: BaseException) -> None:
         """Notes why a program is not padded."""
         self.counters.not_padded(str(error), program.line)
@@ -381,6 +369,35 @@ class Engine:
     def device_name(self, device: int) -> str:
         """What the platform calls the device."""
         return self.client.device_name(device)
+
+
+class _PaddedPieces:
+    """The layouts of the pieces of regions."""
+
+    def __init__(self, layouts: Layouts, fragments: Fragments, knob: Callable[[str], Any]) -> None:
+        self._layouts = layouts
+        self._fragments = fragments
+        self._knob = knob
+
+    def outline_of(self, program: Program) -> Outline | None:
+        """What pieces have in common that are samples of one another; None where this one is not to be padded."""
+        if not self._knob("padding") or self._knob("debug_nans") != "off":  # what does not count may be NaN
+            return None
+        try:
+            return self._layouts.outline_of(program)
+        except Exception as error:  # noqa: BLE001 -- as in `Engine._pad`
+            return self._refuse(program, error)
+
+    def pad(self, program: Program, others: Sequence[Program], most_variables: int) -> PaddedProgram | None:
+        """A piece padded, with other sizes of it in view; None where that is not possible."""
+        try:
+            return self._layouts.pad(program, others, self._fragments.check_padding, most_variables)
+        except Exception as error:  # noqa: BLE001 -- as above
+            return self._refuse(program, error)
+
+    def _refuse(self, program: Program, error: Exception) -> None:
+        if "cluster" in self._knob("log"):
+            log.write(f"tpu: not padded: {error} (a piece of the region at {program.line})")
 
 
 def _unlowered(error: BaseException, line: str, run: str) -> BaseException:

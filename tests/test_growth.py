@@ -561,6 +561,25 @@ def test_laps_that_keep_all_they_make_for_later_are_one_region() -> None:
     assert laps_cut() == before
 
 
+def test_a_region_in_which_a_size_keeps_growing_takes_a_few_programs() -> None:
+    def loop(device: str) -> list[Tensor]:
+        weight = torch.linspace(-0.4, 0.4, 24 * 8).reshape(24, 8).to(device).requires_grad_()
+        x = torch.linspace(-1, 1, 8).reshape(1, 1, 8).to(device)
+        for _ in range(12):
+            q, k, v = F.linear(x, weight).split(8, 2)  # their places in the array change with its length
+            y = torch.softmax(q @ k.mT, -1) @ v
+            x = torch.cat([x, y[:, -1:].relu()], 1)
+        x.square().sum().backward()
+        assert weight.grad is not None
+        return [weight.grad.cpu()]
+
+    before = laps_cut()
+    with config.using(tiers="pieces"):
+        compiled, _ = same_on_both(loop, rtol=1e-4, atol=1e-5)
+    assert laps_cut() == before
+    assert compiled <= 50
+
+
 def test_what_laps_draw_and_keep_is_what_the_whole_would() -> None:
     def loop(device: str, *, is_cut: bool) -> list[Tensor]:
         torch.manual_seed(3)

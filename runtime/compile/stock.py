@@ -11,12 +11,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from torchtpu.runtime.execute.executable import Launchable
 from torchtpu.runtime.ir.program import Program
-from torchtpu.runtime.padding.layout import PaddedProgram, shape_agnostic_signature
+from torchtpu.runtime.padding.layout import MOST_VARIABLES, Outline, PaddedProgram
 from torchtpu.runtime.partition.pieces import Divider, Piece
 
 from .builder import Build, Builder, about_of
@@ -25,9 +25,19 @@ from .plan_cache import Plan, Plans
 from .tiers import FirstTier
 
 _MOST_PLACES = 1 << 14  # source lines that are remembered
-_MOST_SIZES = 3  # of one piece that are remembered
+_MOST_SIZES = 3  # programs of one piece that are remembered
+_FEWEST_SIZES = 2  # of one piece that tell that one size of it keeps changing
 
-Pad = Callable[[Program, Sequence[Program]], PaddedProgram | None]
+
+class PieceLayouts(Protocol):
+    """How pieces are padded."""
+
+    def outline_of(self, program: Program) -> Outline | None:
+        """What pieces have in common that are samples of one another; None where this one is not to be padded."""
+
+    def pad(self, program: Program, others: Sequence[Program], most_variables: int) -> PaddedProgram | None:
+        """A piece padded, where at most so many sizes change, with others of its outline in view; None where that is
+        not possible."""
 
 
 class _Known(NamedTuple):
@@ -57,19 +67,20 @@ class Stock:
         compiler: Compiler,
         first: FirstTier | None,
         capacity: Callable[[], int],
-        pad: Pad,
+        layouts: PieceLayouts,
     ) -> None:
         self._builder = builder
         self._plans = plans
         self._compiler = compiler
         self._first = first
         self._capacity = capacity
-        self._pad = pad
+        self._layouts = layouts
         self._divider = Divider(plans.fragments)
         self._lock = threading.Lock()  # guards what follows
         self._known: OrderedDict[int, _Known] = OrderedDict()
-        self._forms: OrderedDict[int, PaddedProgram | None] = OrderedDict()  # by identity
-        self._sizes: OrderedDict[str, list[Program]] = OrderedDict()  # pieces that differ in sizes, the latest first
+        # By identity and most variables.
+        self._forms: OrderedDict[tuple[int, int], PaddedProgram | None] = OrderedDict()
+        self._sizes: OrderedDict[Outline, list[Program]] = OrderedDict()  # pieces, placed ones too, the latest first
         self._padded: OrderedDict[Program, Plan] = OrderedDict()
         self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
@@ -106,9 +117,13 @@ class Stock:
             while len(self._undivided) > self._capacity():
                 self._undivided.popitem(last=False)
 
-    def divide(self, program: Program, *, may_be_padded: bool) -> list[Piece]:
-        """The pieces of a program, in order; none where no op of it is needed."""
-        return self._divider.divide(program, may_be_padded=may_be_padded)
+    def divide(self, program: Program, *, is_often_new: bool) -> list[Piece]:
+        """The pieces of a program, in order; none where no op of it is needed. Any may be padded where new regions keep
+        coming; elsewhere those may of which one size changes, once `_FEWEST_SIZES` were seen."""
+        pieces = self._divider.divide(program)
+        for piece in pieces:
+            piece.most_variables = MOST_VARIABLES if is_often_new else 1
+        return pieces
 
     def new_among(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The different pieces among these whose programs no region of this process had before."""
@@ -149,29 +164,46 @@ class Stock:
 
     def _keep(self, piece: Piece, plan: Plan, padded: PaddedProgram | None) -> _Known:
         known = _Known(plan, padded, self._first.loss_ms(piece.program) if self._first else 0.0)
-        if padded is None:
-            signature = shape_agnostic_signature(piece.program)
+        samples = [piece.program, *([piece.placed_program] if piece.offsets else ())] if padded is None else []
+        outlined = [(sample, self._layouts.outline_of(sample)) for sample in samples]
         with self._lock:
             self._known[piece.identity] = known
-            self._forms.pop(piece.identity, None)
+            self._forms.pop((piece.identity, piece.most_variables), None)
             if padded is not None:
                 self._padded[padded.program] = plan
-            else:
-                self._sizes[signature] = [piece.program, *self._sizes.pop(signature, ())][:_MOST_SIZES]
+            for sample, outline in outlined:
+                if outline is not None:
+                    self._sizes[outline] = [sample, *self._sizes.pop(outline, ())][:_MOST_SIZES]
             self._limit(self._known, self._padded, self._sizes)
         return known
 
     def _form_of(self, piece: Piece) -> PaddedProgram | None:
-        """The padded form of a piece that came with other sizes before; None where there is none, or should be none."""
-        if not piece.may_be_padded:
+        """The padded form of a piece that came with other sizes before; None where there is none, or should be none.
+
+        Where a view of a longer array begins has to be a constant: the piece is placed if it is padded in no other way.
+        """
+        padded = self._padded_as(piece, is_placed=False)
+        if padded is None and piece.offsets:
+            padded = self._padded_as(piece, is_placed=True)
+            if padded is not None:
+                piece.place()
+        return padded
+
+    def _padded_as(self, piece: Piece, *, is_placed: bool) -> PaddedProgram | None:
+        """The same, of the piece as it is, or as it would be placed."""
+        key, most = (piece.placed_identity if is_placed else piece.identity), piece.most_variables
+        with self._lock:
+            if (key, most) in self._forms:
+                return self._forms[key, most]
+        program = piece.placed_program if is_placed else piece.program
+        outline = self._layouts.outline_of(program)
+        with self._lock:
+            others = self._sizes.get(outline) if outline is not None else None
+        if not others or (most == 1 and len(others) < _FEWEST_SIZES):
             return None
+        padded = self._layouts.pad(program, others, most)
         with self._lock:
-            if piece.identity in self._forms:
-                return self._forms[piece.identity]
-            others = self._sizes.get(shape_agnostic_signature(piece.program))
-        padded = self._pad(piece.program, others) if others else None
-        with self._lock:
-            self._forms[piece.identity] = padded
+            self._forms[key, most] = padded
             self._limit(self._forms)
         return padded
 

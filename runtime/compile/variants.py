@@ -35,7 +35,7 @@ from .builder import Build, Builder
 from .compiler import Compiler, NotCompiledError
 from .failing import failing
 from .plan_cache import Plan, Plans
-from .stock import Pad, Stock
+from .stock import PieceLayouts, Stock
 from .tiers import FirstTier, Sweep
 
 _WHOLE = "whole"
@@ -98,7 +98,7 @@ class VariantBuilder:
         sweep: Sweep | None,
         first: FirstTier | None,
         capacity: Callable[[], int],
-        pad: Pad,
+        layouts: PieceLayouts,
         planned: Callable[[Program], Any],
     ) -> None:
         self.builder = builder
@@ -109,7 +109,7 @@ class VariantBuilder:
         self.knob = knob
         self.sweep = sweep
         self.first = first
-        self.stock = Stock(builder, plans, compiler, first, capacity, pad)
+        self.stock = Stock(builder, plans, compiler, first, capacity, layouts)
         self.planned = planned
         self.refused: set[str] = set()
         self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
@@ -120,7 +120,7 @@ class VariantBuilder:
         first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
         if first is None or not (visits > first.most_visits or is_forced) or not first.may_divide(program, is_forced):
             return []
-        pieces = self.stock.divide(program, may_be_padded=visits > first.most_visits)
+        pieces = self.stock.divide(program, is_often_new=visits > first.most_visits)
         new = self.stock.new_among(pieces)
         is_known = sum(p.num_ops for p in new) <= first.most_missing * len(program.ops)
         is_worth_it = is_known and not first.is_paid_at_once(program)
@@ -139,7 +139,7 @@ class VariantBuilder:
         if not undivided and not is_forced:
             return []
         is_often_new = self.stock.visits(program.line) > first.most_visits
-        pieces = self.stock.divide(program, may_be_padded=is_often_new)
+        pieces = self.stock.divide(program, is_often_new=is_often_new)
         most = undivided if is_often_new or undivided > first.most_ops else first.most_missing * undivided
         if self.stock.missing(pieces) > most and not is_forced:
             return []

@@ -52,7 +52,7 @@ _WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
 _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
 _MOST_SIZE = 2**31 - 1
 _LEAST_BUCKET = 8  # whoever rounds sizes up to powers of two from here on pads already
-_MOST_VARIABLES = 6
+MOST_VARIABLES = 6
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same room
 _MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
 _FEWEST_SAMPLES = 3
@@ -290,7 +290,7 @@ class _Fit:
         return self._known[column]
 
     def _variable(self, column: tuple[int, ...]) -> Size:
-        if len(self.variables) == _MOST_VARIABLES:
+        if len(self.variables) == MOST_VARIABLES:
             raise Refused("too many sizes change")
         name = "abcdefgh"[len(self.variables)]
         self.variables[name] = column
@@ -390,8 +390,10 @@ class Template:
         self._limits: dict[str, tuple[int, int]] | None = None
         self._programs: dict[tuple[Bound, ...], _Made] = {}
 
-    def pad(self, program: Program, slots: Sequence[int]) -> PaddedProgram:
-        """The program in this form; Refused where a slot is not what it is in this form."""
+    def pad(self, program: Program, slots: Sequence[int], most_variables: int = MOST_VARIABLES) -> PaddedProgram:
+        """The program in this form; Refused where a slot is not what it is in this form, or more sizes change."""
+        if len(self._homes) > most_variables:
+            raise Refused("more sizes change than are padded")
         values = {name: slots[place] for name, place in self._homes.items()}
         found = {size: size.value(values) for size in self._sizes}
         for slot, value in zip(self._slots, slots, strict=True):
@@ -488,7 +490,17 @@ class Layouts:
             while sum(len(p.ops) for p in self._recent) > _MOST_RECENT_OPS and len(self._recent) > _FEWEST_RECENT:
                 self._recent.popleft()
 
-    def pad(self, program: Program, others: Sequence[Program], check: Callable[[PaddedProgram], None]) -> PaddedProgram:
+    def outline_of(self, program: Program) -> Outline:
+        """What a program has in common with those that it may share a form with; raises Refused."""
+        return slots_of(program, self._is_special)[0]
+
+    def pad(
+        self,
+        program: Program,
+        others: Sequence[Program],
+        check: Callable[[PaddedProgram], None],
+        most_variables: int = MOST_VARIABLES,
+    ) -> PaddedProgram:
         """The padded form of a program, as programs of the same ops had it, or as these, and those of the same ops that
         were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
         shared, slots = slots_of(program, self._is_special)
@@ -499,7 +511,7 @@ class Layouts:
         for make in (*makers, *self._makers(program, shared, slots, [*others, *recent])):
             try:
                 template = make()
-                padded = template.pad(program, slots)
+                padded = template.pad(program, slots, most_variables)
                 check(padded)
             except Exception as raised:  # noqa: BLE001 -- another form may do
                 error = raised
@@ -531,7 +543,7 @@ class Layouts:
     ) -> Iterator[Callable[[], Template]]:
         """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
         samples = self._samples(shared, {tuple(slots): program}, others)
-        for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES))):
+        for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES), min(len(samples), 2))):
             yield functools.partial(Template, shared, self._is_special, dict(itertools.islice(samples.items(), count)))
 
     def _samples(

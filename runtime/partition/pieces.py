@@ -25,19 +25,18 @@ from .split import PartNumbers
 class Piece:
     """A part of a region. Equal ones have one `identity`: all but `lines`, that of the region and those of the ops.
 
-    Its program is written when somebody asks for it; a launch of a known one does not. One that `may_be_padded` stands
-    where new regions keep coming.
+    Its program is written when somebody asks for it; a launch of a known one does not. Who divides says how many of
+    its sizes, `most_variables`, may change where it is padded: 0 where it is not to be.
     """
 
     __slots__ = (
         "_calls", "_donated", "_made", "_program", "_region",
-        "floats", "identity", "inputs", "ints", "lines", "may_be_padded", "offsets", "outputs",
+        "floats", "identity", "inputs", "ints", "lines", "most_variables", "offsets", "outputs",
     )  # fmt: skip
 
     def __init__(
         self,
         region: Program,
-        may_be_padded: bool,
         identity: int,
         lines: tuple[str, ...],
         calls: tuple[tuple[int, int, tuple[int, ...]], ...],
@@ -49,7 +48,7 @@ class Piece:
         ints: tuple[int, ...],
         offsets: tuple[int, ...],
     ) -> None:
-        self.may_be_padded = may_be_padded
+        self.most_variables = 0
         self.identity = identity
         self.lines = lines
         self.inputs = inputs
@@ -71,12 +70,28 @@ class Piece:
     def program(self) -> Program:
         """The piece as a program of its own; after the region's run-time ints it takes the `offsets`."""
         if self._program is None:
-            self._program = self._written()
+            self._program = self._written(self.offsets)
         return self._program
 
-    def _written(self) -> Program:
+    @property
+    def placed_program(self) -> Program:
+        """The same with constants for the `offsets`."""
+        return self._written(())
+
+    @property
+    def placed_identity(self) -> int:
+        """The `identity` of those that begin where this one does."""
+        return hash((self.identity, self.offsets))
+
+    def place(self) -> None:
+        """Makes constants of the `offsets`: the piece is another one then."""
+        self.identity = self.placed_identity
+        self.offsets = ()
+        self._program = None
+
+    def _written(self, offsets: tuple[int, ...]) -> Program:
         numbers = PartNumbers()
-        places = {offset: Lifted("i", len(self.ints) + k) for k, offset in enumerate(self.offsets)}
+        places = {offset: Lifted("i", len(self.ints) + k) for k, offset in enumerate(offsets)}
         taken = [self._taken(*call) for call in self._calls]
         bases = {operand.value: operand.base for op in taken for operand in operands(op)}
         ops = tuple(_placed(rewrite(op, numbers.read, numbers.make, numbers.lift), places) for op in taken)
@@ -86,7 +101,7 @@ class Piece:
             outputs=self._made,
             donated=self._donated,
             floats=len(self.floats),
-            ints=len(self.ints) + len(self.offsets),
+            ints=len(self.ints) + len(offsets),
             line=self._region.line,
         )
 
@@ -102,13 +117,13 @@ class Divider:
         self._fragments = fragments
         self._dividers: dict[str, _C.Divider] = {}  # by what is watched: it decides what is checked
 
-    def divide(self, program: Program, *, may_be_padded: bool = False) -> list[Piece]:
+    def divide(self, program: Program) -> list[Piece]:
         """The pieces of a program, in order; none where no op of it is needed."""
         watched = self._fragments.watch()
         divider = self._dividers.get(watched)
         if divider is None:
             divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts)
-        return [Piece(program, may_be_padded, *row) for row in divider.divide(program)]
+        return [Piece(program, *row) for row in divider.divide(program)]
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
         """Of ops, or of what they do to an element of their lists: whether they have checks, and what they read."""
