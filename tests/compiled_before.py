@@ -58,7 +58,14 @@ def install(client: Any) -> None:
         found = next((payload for known, payload in list(loaded) if known is executable), None)
         return found or serialize_anew(self, executable)
 
+    compile_apart = client.Client.compile_apart
+
+    @functools.wraps(compile_apart)
+    def compile_apart_or_here(self: Any, *args: Any, **named: Any) -> bytes | None:
+        return None if os.environ.get(VARIABLE, "") else compile_apart(self, *args, **named)
+
     client.Client.compile, client.Client.serialize = load_or_compile, serialize
+    client.Client.compile_apart = compile_apart_or_here
 
 
 def install_for_tpus(aot: Any) -> None:

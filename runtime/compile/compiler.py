@@ -1,7 +1,8 @@
 """Loads executables from memory or the store, or has XLA compile them.
 
 Worker threads compile; XLA releases the GIL meanwhile. A program is compiled once, however many ask for it. One worker
-more than may compile at once is kept for small programs, so that what compiles for a minute holds up no print.
+more than may compile at once is kept for small programs, so that what compiles for a minute holds up no print. What is
+compiled at leisure and is no small program is compiled in a process of its own, where that is possible.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, NamedTuple
 
 from torchtpu.compiler_cache import Note, Store
@@ -29,12 +30,15 @@ _LATER_NICENESS = 10
 _SMALL = 32  # ops: what compiles in a fraction of a second
 
 
+IsWanted = Callable[[], bool]
+
+
 class _CompileJob(NamedTuple):
-    """A program to be compiled, of a digest for a device; `ops` and `line` are for people and for the order, 0 where
-    nobody said."""
+    """A program to be compiled, of a digest for a device, at leisure where it is given what says whether it is still
+    wanted; `ops` and `line` are for people and for the order, 0 where nobody said."""
 
     key: tuple[str, int]
-    run: Callable[[], None]
+    run: Callable[[IsWanted | None], None]
     ops: int
     line: str
 
@@ -80,6 +84,7 @@ class Compiler:
         self._flights: OrderedDict[tuple[str, int], Future[Loaded]] = OrderedDict()
         self._jobs: deque[_CompileJob] = deque()
         self._wishes: OrderedDict[tuple[str, int], _Wish] = OrderedDict()
+        self._fulfilled: _Wish | None = None  # the one that is being compiled
         self._submitted: set[str] = set()  # the keys of all programs that were asked for
         self._needed: set[tuple[str, int]] = set()  # those that something had to run
         self._running: dict[_CompileJob, float] = {}  # since when each has been compiling
@@ -106,7 +111,9 @@ class Compiler:
                 self._counters.cache_hits_memory += 1
                 self._flights.move_to_end(flight_key)
                 wish = self._wishes.get(flight_key)
-                if wish is not None and wisher is not None:
+                if wish is None and self._fulfilled is not None and self._fulfilled.job.key == flight_key:
+                    self._fulfilled.askers.append(weakref.ref(flight if wisher is None else wisher))
+                elif wish is not None and wisher is not None:
                     wish.askers.append(weakref.ref(wisher))
                 elif wish is not None:
                     del self._wishes[flight_key]
@@ -119,7 +126,7 @@ class Compiler:
             ops, line = (note or {}).get("ops"), (note or {}).get("line")
             job = _CompileJob(
                 flight_key,
-                lambda: self._build(flight, plan, device, note),
+                lambda is_wanted: self._build(flight, plan, device, note, is_wanted),
                 ops if isinstance(ops, int) else 0,
                 line if isinstance(line, str) else "an unknown line",
             )
@@ -236,7 +243,7 @@ class Compiler:
                     return
                 job = self._jobs.popleft()
                 self._hand_on()
-            self._run(job)
+            self._run(job, None)
 
     def _work_small(self) -> None:
         """Compiles small programs while all other workers are at something else."""
@@ -252,13 +259,13 @@ class Compiler:
                         self._condition.wait()
                     else:
                         self._jobs.remove(job)
-            self._run(job)
+            self._run(job, None)
 
-    def _run(self, job: _CompileJob) -> None:
+    def _run(self, job: _CompileJob, is_wanted: IsWanted | None) -> None:
         with self._condition:
             self._running[job] = time.perf_counter()
         try:
-            job.run()
+            job.run(is_wanted)
         finally:
             with self._condition:
                 del self._running[job]
@@ -274,18 +281,25 @@ class Compiler:
                     return
                 key, wish = self._wishes.popitem(last=False)
                 abandoned = None if wish.is_wanted else self._flights.pop(key)
+                self._fulfilled = None if abandoned else wish
             if abandoned is None:
-                self._run(wish.job)
+                self._run(wish.job, lambda wish=wish: wish.is_wanted and not self._is_closed)
+                self._fulfilled = None
             else:
                 self._counters.compiles_abandoned += 1
                 abandoned.cancel()
 
-    def _build(self, flight: Future[Loaded], plan: Plan, device: int, note: Note | None) -> None:
+    def _build(
+        self, flight: Future[Loaded], plan: Plan, device: int, note: Note | None, is_wanted: IsWanted | None
+    ) -> None:
         try:
-            loaded = self._load_or_compile(plan, device, note)
+            loaded = self._load_or_compile(plan, device, note, is_wanted)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the waiters have to hear of it
             with self._condition:
                 self._flights.pop((plan.key.digest, device), None)
+                if isinstance(error, CancelledError):
+                    self._counters.compiles_abandoned += 1
+                    flight.cancel()
             with contextlib.suppress(InvalidStateError):  # cancelled meanwhile: the compiler is closed
                 flight.set_exception(error)
             return
@@ -301,17 +315,18 @@ class Compiler:
                 del self._flights[old]
         self._capacity.note_loaded()
 
-    def _load_or_compile(self, plan: Plan, device: int, note: Note | None) -> Loaded:
+    def _load_or_compile(self, plan: Plan, device: int, note: Note | None, is_wanted: IsWanted | None = None) -> Loaded:
         if plan.calls_lapack:
             self._client.load_lapack()
         if not self._store.keeps:
             self._counters.cache_misses += 1
-            return self._compile(plan, device, note)
+            return self._compile(plan, device, note, is_wanted)[0]
         built: list[Loaded] = []
 
         def build() -> bytes:
-            built.append(self._compile(plan, device, note))
-            return self._client.serialize(built[0].executable)
+            loaded, data = self._compile(plan, device, note, is_wanted)
+            built.append(loaded)
+            return self._client.serialize(loaded.executable) if data is None else data
 
         started = time.perf_counter()
         data = self._store.get_or_build(plan.key, build, note)
@@ -324,20 +339,34 @@ class Compiler:
             self._counters.cache_load_failures += 1
             self._store.discard(plan.key, f"{type(error).__name__}: {error}")
             self._store.get_or_build(plan.key, build, note)
-            return built[0] if built else self._compile(plan, device, note)
+            return built[0] if built else self._compile(plan, device, note, is_wanted)[0]
         self._counters.cache_hits_disk += 1
         milliseconds = (time.perf_counter() - started) * 1e3
         self._counters.load_ms += milliseconds
         return Loaded(executable, *self._client.memory(executable), "disk", milliseconds)
 
-    def _compile(self, plan: Plan, device: int, note: Note | None) -> Loaded:
+    def _compile(
+        self, plan: Plan, device: int, note: Note | None, is_wanted: IsWanted | None
+    ) -> tuple[Loaded, bytes | None]:
+        """The executable, and its bytes where it was loaded from them: XLA writes none of what it has loaded."""
         if not self._may_compile():
             raise NotCompiledError("the program is not compiled, and the policy is frozen")
         started = time.perf_counter()
-        executable = self._client.compile(plan.text(), device, plan.homes, plan.options)
+        data = self._compile_apart(plan, device, note, is_wanted)
+        if data is None:
+            executable = self._client.compile(plan.text(), device, plan.homes, plan.options)
+        else:
+            executable = self._client.deserialize(data, device, plan.homes, plan.options)
         milliseconds = (time.perf_counter() - started) * 1e3
         self._counters.compiled(str((note or {}).get("tier", "usual")), milliseconds)
-        return Loaded(executable, *self._client.memory(executable), "compile", milliseconds)
+        return Loaded(executable, *self._client.memory(executable), "compile", milliseconds), data
+
+    def _compile_apart(self, plan: Plan, device: int, note: Note | None, is_wanted: IsWanted | None) -> bytes | None:
+        """What a process of its own has compiled; None where that is not worth a process, or not possible."""
+        ops = (note or {}).get("ops")
+        if is_wanted is None or plan.homes or plan.calls_lapack or not isinstance(ops, int) or ops <= _SMALL:
+            return None
+        return self._client.compile_apart(plan.text(), device, plan.options, is_wanted=is_wanted)
 
 
 def _join(threads: Iterable[threading.Thread], seconds: float) -> None:

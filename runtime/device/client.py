@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jaxlib
@@ -32,6 +32,7 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.device.sizes import nbytes_of
 
 from .chips import topology_of
+from .compile_process import compile_apart
 from .jaxlib_versions import UNCHECKED_HANDLER
 from .process_group import Homes, KeyValueStore, ProcessGroup
 
@@ -164,6 +165,18 @@ class Client:
             with contextlib.suppress(AttributeError, OSError):  # another C library
                 ctypes.CDLL(None).malloc_trim(0)  # the compiler frees far more than malloc would give back
         return executable
+
+    def compile_apart(
+        self, text: str, device: int, more: Options = (), *, is_wanted: Callable[[], bool]
+    ) -> bytes | None:
+        """As `compile`, for one device, serialized, in a process of its own: nothing in this one waits behind it. None
+        where that is not possible; raises CancelledError as soon as it is not wanted any more."""
+        if self.platform != "cpu" or self._coordinator is not None:
+            return None
+        try:
+            return compile_apart(text, device, len(self.devices), self.options(device, more=more), is_wanted)
+        except (OSError, RuntimeError):  # no process may be started here
+            return None
 
     def serialize(self, executable: Any) -> bytes:
         """The executable as bytes that `deserialize` reads: native code, to be trusted like a shared library."""
