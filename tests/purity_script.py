@@ -88,7 +88,7 @@ def sizes() -> None:
 
 def hot_loop() -> None:
     """Is promoted before it ends, and reads what it makes now and then."""
-    x = torch.zeros(50_000, device="tpu")
+    x = torch.zeros(200_000, device="tpu")
     for i in range(150):
         x = torch.sin(x * 0.5 + 1) * x.cos() + 0.1
         disturb()

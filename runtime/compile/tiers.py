@@ -20,11 +20,11 @@ from torchtpu.runtime.ir.program import Op, Program, Random
 class FirstTier(NamedTuple):
     """How a platform compiles what it has not seen before: quickly, for code that runs slower.
 
-    With the usual options a program compiles `program_ms` and `op_ms` for each op; without them a launch takes `op_us`
-    longer for each op, `element_ns` for each element that an op makes, `drawn_ns` for a random one, and `launch_us` for
-    each program that it is made of. A piece for whose usual options `large_launches` launches pay is compiled with
-    these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one
-    of the first tier to run meanwhile.
+    With the usual options a program compiles `program_ms`, and `op_ms` for each op, longer; without them a launch takes
+    `op_us` longer for each op, `element_ns` for each element that an op makes, `drawn_ns` for a random one, and
+    `launch_us` for each program that it is made of. A piece for whose usual options `large_launches` launches pay is
+    compiled with these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one of the
+    first tier to run meanwhile.
 
     A region of at least `least_ops` ops is made of pieces where those that are new have at most `most_missing` of the
     ops that would have to be compiled otherwise, or where these are more than `most_ops`, at most as many. Where more
@@ -61,7 +61,7 @@ class FirstTier(NamedTuple):
         return self.loss_ms(program) >= self.price_ms(len(program.ops))
 
     def price_ms(self, num_ops: int) -> float:
-        """How long a program of so many ops compiles with the usual options, about."""
+        """How much longer a program of so many ops compiles with the usual options, about."""
         return self.program_ms + self.op_ms * num_ops
 
     def loss_ms(self, program: Program) -> float:
@@ -76,18 +76,18 @@ def _made(op: Op) -> int:
     return sum(math.prod(made.sizes) for made in results_of(op))
 
 
-# Version 2. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
-# for tpu by libtpu 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py. The README there has the
-# figures. The others are estimates that no script measures. A platform that is not named here was not measured, and
-# has one tier.
+# Version 3. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
+# for tpu by libtpu 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py; so is `op_ms` of cpu, by
+# benchmarks/compile_price.py. The README there has the figures. The others are estimates that no script measures. A
+# platform that is not named here was not measured, and has one tier.
 FIRST_TIERS: Mapping[str, FirstTier] = {
     "cpu": FirstTier(
         (
             ("xla_backend_optimization_level", 0),
             *((("xla_cpu_use_fusion_emitters", False),) if HAS_FUSION_EMITTERS_OPTION else ()),
         ),
-        program_ms=15.0,
-        op_ms=5.0,
+        program_ms=5.0,
+        op_ms=14.0,
         op_us=1.0,
         element_ns=5.0,
         drawn_ns=350.0,
