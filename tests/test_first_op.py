@@ -91,6 +91,61 @@ def test_ordinary_ops_import_no_symbolic_shapes_and_no_compiler_of_torch(script:
     assert ended.out.splitlines()[-1] == "[]"
 
 
+MADE_THERE = """
+    import sys, torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    with torch.device("tpu"):
+        image, rows = torch.randn(2, 4, 8, 8), torch.randn(2, 6, 16)
+        for module in (nn.Conv2d(4, 4, 3), nn.ConvTranspose2d(4, 4, 2)):
+            module(image).sum().item()
+        for module in (nn.LSTM(16, 8, batch_first=True), nn.GRU(16, 8, batch_first=True)):
+            module(rows)[0].sum().item()
+        heads = rows.unflatten(-1, (2, 8)).transpose(1, 2)
+        F.scaled_dot_product_attention(heads, heads, heads).sum().item()
+        torch.randint(5, (3,)).tolist()
+    print([name for name in HEAVY if name in sys.modules])
+"""
+
+
+def test_modules_made_on_the_device_import_no_symbolic_shapes_either() -> None:
+    ended = run_script(MADE_THERE.replace("HEAVY", repr(HEAVY)))
+    assert ended.status == 0, ended.err
+    assert ended.out.splitlines()[-1] == "[]"
+
+
+IN_PYTHON = """
+    import sys, torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    with torch.device("tpu"):
+        x, image, rows = torch.randn(4, 8), torch.randn(2, 4, 8, 8), torch.randn(2, 6, 16)
+        nn.MultiheadAttention(16, 2, batch_first=True)(rows, rows, rows)[0].sum().item()
+        for module in (nn.GroupNorm(2, 4), nn.PReLU()):
+            module(image).sum().item()
+        made = nn.RMSNorm(16)(rows), x.std(1), x.logsumexp(1), x[x > 0], x.nonzero(), x.roll(1, 1), F.hardswish(x)
+        made += F.binary_cross_entropy_with_logits(x, x.sigmoid()), torch.diag(x[0]), torch.linalg.inv(x @ x.T + 9)
+        [m.sum().item() for m in made]
+    assert "torch._dynamo" not in sys.modules
+
+    @torch.compile
+    def doubled_spread(x):
+        return x.std(1) * 2
+
+    torch.testing.assert_close(doubled_spread(x), x.std(1) * 2)
+    from torchtpu.compat import shape_functions
+    print([f for f in shape_functions._disabled() if f.__dict__.get("__dynamo_disable") is f])
+"""
+
+
+def test_shape_functions_in_python_do_without_dynamo_until_the_program_imports_it() -> None:
+    ended = run_script(IN_PYTHON)
+    assert ended.status == 0, ended.err
+    assert ended.out.splitlines()[-1] == "[]"
+
+
 def looks(made: Any) -> list[Any]:
     """Shapes, strides and dtypes of an op's results."""
     return [t if not isinstance(t, torch.Tensor) else (tuple(t.shape), t.stride(), t.dtype) for t in made]

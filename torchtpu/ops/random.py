@@ -93,7 +93,7 @@ def _of(*kinds: str) -> Any:
         kind = "real" if self.is_floating_point() else "complex" if self.is_complex() else "integer"
         if kind not in kinds:
             raise NotImplementedError(f"no random numbers of {self.dtype}")
-        return torch.empty_like(self)
+        return like(self)
 
     return infer
 
@@ -353,7 +353,7 @@ def poisson(self, generator=None, *, ctx):
 
 
 def _like_first(first: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(first)
+    return like(first)
 
 
 @lowering("binomial", infer=_like_first)

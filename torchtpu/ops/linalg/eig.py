@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import Context, jnp, lax, lowering
+from torchtpu.ops.registry import Context, jnp, lax, like, lowering
 
 
 def _infer_eig(self: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values, vectors = torch.ops.aten.linalg_eig(self)
-    return values, torch.empty_like(vectors, memory_format=torch.contiguous_format).mT
+    return values, like(vectors, memory_format=torch.contiguous_format).mT
 
 
 @lowering("linalg_eig", platform="cpu", infer=_infer_eig)

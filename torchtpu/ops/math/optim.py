@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from torchtpu.ops.registry import jnp, lowering, opmath
+from torchtpu.ops.registry import jnp, like, lowering, opmath
 
 
 def _prepared(grad, param, grad_scale, maximize, weight_decay):
@@ -35,7 +33,7 @@ def _kept(found_inf, old, new):
 
 def _like(count):
     """Shape inference: new tensors like those of the first `count` lists."""
-    return lambda *args: tuple([torch.empty_like(t) for t in tensors] for tensors in args[:count])
+    return lambda *args: tuple([like(t) for t in tensors] for tensors in args[:count])
 
 
 SGD_STRUCTURAL = {"weight_decay": (0.0,), "momentum": (0.0,), "dampening": (0.0,)}

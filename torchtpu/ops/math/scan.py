@@ -6,10 +6,8 @@ import functools
 import operator
 from typing import Any
 
-import torch
-
 from torchtpu.ops.math.reduce import summand
-from torchtpu.ops.registry import jnp, lax, lowering, opmath
+from torchtpu.ops.registry import jnp, lax, like, lowering, opmath
 
 
 @lowering("cumsum")
@@ -24,7 +22,7 @@ def cumprod(x, dim, *, dtype=None, ctx):
     return _running(one_by_one if ctx.platform == "cpu" else lax.cumprod, summand(x, ctx), dim)
 
 
-@lowering("_logcumsumexp", infer=lambda x, dim: torch.empty_like(x))
+@lowering("_logcumsumexp", infer=lambda x, dim: like(x))
 @lowering("logcumsumexp")
 def logcumsumexp(x, dim):
     x = opmath(x)

@@ -191,7 +191,7 @@ def _two_per_channel(input: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.
 
 
 def _like_input(input: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(input)
+    return like(input)
 
 
 def _infer_reduce(
@@ -263,7 +263,7 @@ def batch_norm_backward_reduce(grad_out, input, mean, invstd, weight, input_g, w
     return total if input_g else None, along if input_g else None, grad_weight, total if bias_g else None
 
 
-@lowering("batch_norm_backward_elemt", infer=lambda grad_out, input, *_: torch.empty_like(input))
+@lowering("batch_norm_backward_elemt", infer=lambda grad_out, input, *_: like(input))
 def batch_norm_backward_elemt(grad_out, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count):
     grad, x = opmath(grad_out), opmath(input)
     total = count.sum().astype(x.dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import jax, jnp, lowering
+from torchtpu.ops.registry import jax, jnp, like, lowering
 
 
 def _labels(targets: Any, target_lengths: Any, width: int, blank: int) -> Any:
@@ -93,7 +93,7 @@ def ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_in
 
 
 def _like_scores(grad: torch.Tensor, log_probs: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+    return like(log_probs, memory_format=torch.contiguous_format)
 
 
 @lowering("_ctc_loss_backward", "_ctc_loss_backward.Tensor", infer=_like_scores)

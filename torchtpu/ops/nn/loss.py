@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import jnp, lowering, opmath
+from torchtpu.ops.registry import jnp, like, lowering, opmath
 
 
 def _picked(target: Any, classes: int, ignore_index: int, ctx: Any) -> tuple[Any, Any]:
@@ -132,7 +132,7 @@ def multi_margin_loss(self, target, p=1, margin=1, weight=None, reduction=1, *, 
 
 
 def _like_scores(grad_output: torch.Tensor, self: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(self, memory_format=torch.contiguous_format)
+    return like(self, memory_format=torch.contiguous_format)
 
 
 @lowering("multi_margin_loss_backward", structural={"p": None}, infer=_like_scores)

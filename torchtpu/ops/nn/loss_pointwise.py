@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtpu.ops.math.pointwise import computed
-from torchtpu.ops.registry import Context, as_dtype, jax, jnp, lowering
+from torchtpu.ops.registry import Context, as_dtype, jax, jnp, like, lowering
 
 NONE, MEAN = 0, 1  # ATen's Reduction; 2 is the sum
 
@@ -35,14 +35,14 @@ def _infer_huber_loss(
     shape = torch.broadcast_shapes(self.shape, target.shape)
     if reduction != NONE:
         return self.new_empty(())
-    return torch.empty_like(self) if shape == self.shape else self.new_empty(shape)
+    return like(self) if shape == self.shape else self.new_empty(shape)
 
 
 def _infer_gradient(grad: torch.Tensor, self: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
     if self.dtype != target.dtype:
         raise RuntimeError("the target's dtype is not the input's")  # as above
     shape = torch.broadcast_shapes(grad.shape, self.shape, target.shape)
-    return torch.empty_like(self) if shape == self.shape else self.new_empty(shape)
+    return like(self) if shape == self.shape else self.new_empty(shape)
 
 
 def _infer_in_place(self: torch.Tensor, target: torch.Tensor, reduction: int = MEAN) -> torch.Tensor:
@@ -50,7 +50,7 @@ def _infer_in_place(self: torch.Tensor, target: torch.Tensor, reduction: int = M
     is_whole = not (self.is_floating_point() or self.is_complex())
     if is_whole or torch.broadcast_shapes(self.shape, target.shape) != self.shape:
         raise RuntimeError("the input cannot hold the loss")  # as above
-    return self.new_empty(()) if reduction != NONE else torch.empty_like(self)
+    return self.new_empty(()) if reduction != NONE else like(self)
 
 
 def _infer_of_one_dtype(
@@ -61,7 +61,7 @@ def _infer_of_one_dtype(
 ) -> torch.Tensor:
     if self.dtype != target.dtype or self.shape != target.shape:
         raise RuntimeError("the target's dtype or shape is not the input's")  # as above
-    return self.new_empty(()) if reduction != NONE else torch.empty_like(self)
+    return self.new_empty(()) if reduction != NONE else like(self)
 
 
 @lowering("mse_loss")

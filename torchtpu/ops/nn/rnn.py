@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import jax, jnp, lowering, opmath
+from torchtpu.ops.registry import jax, jnp, like, lowering, opmath
 
 
 def _gates(product: Any, bias: Any, count: int) -> list[Any]:
@@ -27,8 +27,8 @@ def _infer_lstm(
     hidden_bias: Any = None,
 ) -> tuple[torch.Tensor, ...]:
     # PyTorch's own shape function needs biases.
-    state = [torch.empty_like(cx, memory_format=torch.contiguous_format) for _ in range(2)]
-    return *state, torch.empty_like(input_gates, memory_format=torch.contiguous_format)
+    state = [like(cx, memory_format=torch.contiguous_format) for _ in range(2)]
+    return *state, like(input_gates, memory_format=torch.contiguous_format)
 
 
 @lowering("_thnn_fused_lstm_cell", infer=_infer_lstm)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import jax_dtype, jnp, lowering, opmath
+from torchtpu.ops.registry import jax_dtype, jnp, like, lowering, opmath
 
 
 @lowering("_softmax")
@@ -44,7 +44,13 @@ def _sum(x: Any, dim: int) -> Any:
     return x.sum(dim, keepdims=True) if x.ndim else x
 
 
-@lowering("_safe_softmax")
+def _infer_safe(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    if not -max(self.ndim, 1) <= dim < max(self.ndim, 1):
+        raise IndexError(dim)
+    return like(self, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@lowering("_safe_softmax", infer=_infer_safe)
 def safe_softmax(self, dim, dtype=None):
     x = opmath(self if dtype is None else self.astype(jax_dtype(dtype)))
     if self.ndim == 0:
@@ -57,13 +63,13 @@ def safe_softmax(self, dim, dtype=None):
 def _infer_masked(
     self: torch.Tensor, mask: torch.Tensor, dim: int | None = None, mask_type: int | None = None
 ) -> torch.Tensor:
-    return torch.empty_like(self, memory_format=torch.contiguous_format)
+    return like(self, memory_format=torch.contiguous_format)
 
 
 def _infer_masked_backward(
     grad_output: torch.Tensor, output: torch.Tensor, mask: torch.Tensor, dim: int | None = None
 ) -> torch.Tensor:
-    return torch.empty_like(grad_output, memory_format=torch.contiguous_format)
+    return like(grad_output, memory_format=torch.contiguous_format)
 
 
 @lowering("_masked_softmax", infer=_infer_masked)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import composed, jnp, lowering, opmath
+from torchtpu.ops.registry import composed, jnp, like, lowering, opmath
 
 
 def _fake_quantize(x: Any, scale: Any, zero_point: Any, low: int, high: int) -> tuple[Any, Any, Any]:
@@ -23,17 +23,17 @@ def _along(channel_values: Any, axis: int, ndim: int) -> Any:
 
 
 def _infer(self: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(self), torch.empty_like(self, dtype=torch.bool)
+    return like(self), like(self, dtype=torch.bool)
 
 
 def _infer_one(self: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(self)
+    return like(self)
 
 
 def _infer_backward(
     grad: torch.Tensor, self: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, *_: Any
 ) -> Any:
-    return torch.empty_like(self), torch.empty_like(scale), torch.empty_like(zero_point)
+    return like(self), like(scale), like(zero_point)
 
 
 @lowering("fake_quantize_per_tensor_affine_cachemask", infer=_infer)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import Context, jnp, lowering, opmath
+from torchtpu.ops.registry import Context, jnp, like, lowering, opmath
 
 PROMISED = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
 DROPPED = {"mode": "drop", "wrap_negative_indices": False}
@@ -67,7 +67,7 @@ def _infer_put(x, indices, values, *flags):
     # how many ones a mask has is not known: it fits if any number that the values may stand for does
     if not any(_fits(x, indices, values, ones) for ones in {1, *values.shape}):
         raise RuntimeError(f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast")
-    return torch.empty_like(x)
+    return like(x)
 
 
 def _fits(x: torch.Tensor, indices: Any, values: torch.Tensor, ones: int) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtpu.ops.registry import composed, jnp, lowering, opmath
+from torchtpu.ops.registry import composed, jnp, like, lowering, opmath
 from torchtpu.ops.spatial.pool import best_of, places
 
 
@@ -165,7 +165,7 @@ def _fractional_starts(sample: Any, length: int, count: int, kernel: int) -> Any
 
 
 def _like_input(grad_output: torch.Tensor, self: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(self, memory_format=torch.contiguous_format)
+    return like(self, memory_format=torch.contiguous_format)
 
 
 @lowering("fractional_max_pool2d_backward")
