@@ -9,6 +9,7 @@ locks; `tests/sanitize.py` builds it so in a copy and runs tests with it.  That 
 torch's headers cost more than they do.  Everything else about the package is in pyproject.toml.
 """
 
+import compileall
 import os
 import shutil
 import sys
@@ -58,6 +59,12 @@ def compiled() -> dict[str, object]:
         def finalize_options(self) -> None:
             super().finalize_options()
             self.build_temp = os.path.abspath(folder)
+
+        def run(self) -> None:
+            super().run()
+            if self.editable_mode:  # as pip does with what it copies: a process that may write no bytecode takes longer
+                for sources in ("torchtpu", "runtime", "compiler_cache"):
+                    compileall.compile_dir(sources, quiet=2, workers=1)
 
     if SANITIZERS:
         sanitize = [f"-fsanitize={SANITIZERS}", "-fno-sanitize=vptr"]  # torch's type information is hidden from vptr
