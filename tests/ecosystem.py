@@ -303,6 +303,187 @@ def _digits(device: str) -> list[float]:
     return [*losses, float(right)]
 
 
+def _acted(device: str) -> list[float]:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    trunk, actor, critic = (m.to(device) for m in (nn.Linear(4, 32), nn.Linear(32, 2), nn.Linear(32, 1)))
+    optimizer = torch.optim.Adam([*trunk.parameters(), *actor.parameters(), *critic.parameters()], 1e-2)
+    drawing = torch.Generator().manual_seed(0)
+    losses = []
+    for length in (5, 9, 7, 12, 6):  # of episodes
+        state, kept, rewards = torch.full((4,), 0.1), [], []
+        for _ in range(length):
+            features = torch.relu(trunk(state.to(device)))
+            likelihood = torch.distributions.Categorical(torch.softmax(actor(features), -1))
+            action = int(torch.rand((), generator=drawing) < likelihood.probs[1].item())
+            kept.append((likelihood.log_prob(torch.tensor(action, device=device)), critic(features)))
+            state = state.roll(1) * (0.9 if action else -0.5) + 0.1
+            rewards.append(state.sum().item())
+        returns = torch.tensor(rewards).flip(0).cumsum(0).flip(0)
+        returns = (returns - returns.mean()) / (returns.std() + 1e-6)
+        of_policy = [-chosen * (r - value.item()) for (chosen, value), r in zip(kept, returns, strict=True)]
+        of_values = [
+            nn.functional.smooth_l1_loss(value, torch.tensor([float(r)], device=device))
+            for (_, value), r in zip(kept, returns, strict=True)
+        ]
+        optimizer.zero_grad()
+        loss = torch.stack(of_policy).sum() + torch.stack(of_values).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _language_model(device: str) -> list[float]:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    embedding, lstm, head = (m.to(device) for m in (nn.Embedding(50, 32), nn.LSTM(32, 32, 2), nn.Linear(32, 50)))
+    parameters = [p for module in (embedding, lstm, head) for p in module.parameters()]
+    words = torch.randint(50, (12 * 4 + 6, 4)).to(device)
+    state = tuple(torch.zeros(2, 4, 32, device=device) for _ in range(2))
+    losses = []
+    for start in range(0, len(words) - 1, 12):  # the last rows are fewer
+        length = min(12, len(words) - 1 - start)
+        state = tuple(part.detach() for part in state)
+        made, state = lstm(embedding(words[start : start + length]), state)
+        scores = nn.functional.log_softmax(head(made).view(-1, 50), 1)
+        loss = nn.functional.nll_loss(scores, words[start + 1 : start + 1 + length].reshape(-1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 0.25)
+        for p in parameters:
+            assert p.grad is not None
+            p.data.add_(p.grad, alpha=-2.0)
+            p.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+def _solved(device: str) -> list[float]:
+    """Dormand and Prince's pair of order 5 (J. Comput. Appl. Math. 6, 1980), its steps as large as the error allows."""
+    import torch
+    from torch import Tensor, nn
+
+    stages = (
+        (1 / 5,), (3 / 40, 9 / 40), (44 / 45, -56 / 15, 32 / 9),
+        (19372 / 6561, -25360 / 2187, 64448 / 6561, -212 / 729),
+        (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656),
+        (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84),
+    )  # fmt: skip
+    errors = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
+    torch.manual_seed(0)
+    field = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2)).double().to(device)
+    optimizer = torch.optim.RMSprop(field.parameters(), 1e-2)
+
+    def solve(y: Tensor, end: float) -> Tensor:
+        t, h = 0.0, 0.1
+        while t < end:
+            h = min(h, end - t)
+            slopes = [field(y)]
+            for row in stages:
+                reached = y + h * sum(a * k for a, k in zip(row, slopes, strict=True) if a)
+                slopes.append(field(reached))
+            error = (h * sum(e * k for e, k in zip(errors, slopes, strict=True) if e)).abs().max().item()
+            if error <= 1e-5:
+                y, t = reached, t + h
+            h *= min(5.0, max(0.2, 0.9 * (1e-5 / max(error, 1e-12)) ** 0.2))
+        return y
+
+    losses = []
+    for lap in range(5):
+        start = torch.linspace(-1, 1, 12, dtype=torch.double).reshape(6, 2).to(device) * (1 + 0.1 * lap)
+        loss = (solve(start, 1.0) - 0.5 * start.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _graphs(device: str) -> list[float]:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(n, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16)) for n in (8, 16)
+    ).to(device)
+    head = nn.Linear(16, 2).to(device)
+    optimizer = torch.optim.Adam([*layers.parameters(), *head.parameters()], 1e-2)
+    losses = []
+    for _ in range(8):  # batches of graphs, each of other sizes
+        sizes = torch.randint(4, 12, (6,))
+        nodes = int(sizes.sum())
+        edges = torch.randint(nodes, (2, 2 * nodes + int(sizes[0]))).to(device)
+        graph_of = torch.repeat_interleave(torch.arange(6), sizes).to(device)
+        x, labels = torch.randn(nodes, 8).to(device), torch.randint(2, (6,)).to(device)
+        for layer in layers:
+            x = layer(x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])).relu()
+        pooled = torch.zeros(6, 16, device=device).index_add(0, graph_of, x)
+        loss = nn.functional.cross_entropy(head(pooled), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _private(device: str) -> list[float]:
+    import torch
+    from torch import nn
+    from torch.func import functional_call, grad, vmap
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 5, 2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 5 * 5, 5)).to(device)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    images, labels = torch.randn(200, 1, 14, 14), torch.randint(5, (200,))
+
+    def loss_of(given: dict[str, torch.Tensor], image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(functional_call(model, given, (image[None],)), label[None])
+
+    losses = []
+    for _ in range(8):
+        drawn = (torch.rand(200) < 0.1).nonzero()[:, 0]  # as many as it happens
+        grads = vmap(grad(loss_of), (None, 0, 0))(parameters, images[drawn].to(device), labels[drawn].to(device))
+        norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
+        shares = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+        for name, g in grads.items():
+            noise = torch.randn(parameters[name].shape).to(device)
+            parameters[name] = parameters[name] - 0.05 * (torch.einsum("b,b...->...", shares, g) + 0.1 * noise) / 20
+        losses.append(norms.mean().item())
+    return losses
+
+
+def _written(device: str) -> list[float]:
+    import torch
+    from torch import nn
+    from torch.nn.functional import gelu, scaled_dot_product_attention
+
+    torch.manual_seed(0)
+    make = lambda *sizes: nn.Linear(*sizes).to(device)
+    layers = [(nn.LayerNorm(32).to(device), make(32, 96), make(32, 32), make(32, 64), make(64, 32)) for _ in range(3)]
+    table, places, head = nn.Embedding(40, 32).to(device), nn.Embedding(64, 32).to(device), make(32, 40)
+    made = []
+    for _ in range(2):
+        tokens = torch.zeros(1, 1, dtype=torch.long, device=device)
+        with torch.no_grad():
+            for _ in range(24):  # none of them is read
+                x = table(tokens) + places(torch.arange(tokens.size(1), device=device))
+                for norm, qkv, out, up, down in layers:
+                    heads = (part.unflatten(2, (4, 8)).transpose(1, 2) for part in qkv(norm(x)).split(32, 2))
+                    x = x + out(scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+                    x = x + down(gelu(up(norm(x))))
+                scores = head(x[:, [-1]])[:, -1]
+                least, _ = torch.topk(scores, 5)
+                scores[scores < least[:, [-1]]] = -torch.inf
+                tokens = torch.cat([tokens, torch.softmax(scores, -1).argmax(-1, keepdim=True)], 1)
+        made += [float(token) for token in tokens[0].tolist()]
+    return made
+
+
 PROGRAMS = {
     "trainer": Program("transformers", ("accelerate",), "Trainer, a Llama of 2 layers, 8 steps", _trainer),
     "generate": Program("transformers", (), "generate, greedy, 12 tokens", _generate),
@@ -314,6 +495,14 @@ PROGRAMS = {
     "classifier": Program("timm", ("torchvision",), "a small EfficientNet, 4 training steps", _classifier),
     "counted": Program("torchmetrics", (), "a collection of four metrics and a mean, 4 batches", _counted),
     "reinforced": Program("torch", (), "REINFORCE as in pytorch/examples, 3 episodes of 8 actions", _reinforced),
+    "acted": Program("torch", (), "actor and critic as in pytorch/examples, 5 episodes of 5 to 12 actions", _acted),
+    "language_model": Program(
+        "torch", (), "the LSTM of word_language_model of pytorch/examples, 5 steps", _language_model
+    ),
+    "solved": Program("torch", (), "an ODE solved by dopri5, in double precision, 5 training steps", _solved),
+    "graphs": Program("torch", (), "a graph isomorphism network, 8 batches of other sizes", _graphs),
+    "private": Program("torch", (), "DP-SGD with Poisson sampling, 8 steps", _private),
+    "written": Program("torch", (), "a GPT of 3 layers, twice 24 tokens without a read", _written),
     "digits": Program("torch", (), "the MNIST example of pytorch/examples on random images, 2 epochs", _digits),
 }
 
