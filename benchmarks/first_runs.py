@@ -1,0 +1,81 @@
+"""What the first run of a program costs that nobody has prepared: those of tests/ecosystem.py, beside torch CPU.
+
+A process per program and column; CPU seconds of one run, and of processes that compile for it, beyond the imports, and
+the programs compiled. `warm` is a second process on the cache of the first. Where a program has an optimizer, 1.1 s of
+each column are PyTorch's own, which imports torch._dynamo for it on any device.
+
+    python benchmarks/first_runs.py
+    python benchmarks/first_runs.py graphs written
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import peers
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+import ecosystem
+
+
+def cpu_seconds() -> float:
+    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+def measure(device: str, name: str) -> dict[str, float]:
+    """What one run costs this process, and how many programs it compiles."""
+    import torch
+
+    torch.set_num_threads(1)
+    started = cpu_seconds()
+    ecosystem.PROGRAMS[name].run(device)
+    if device == "cpu":
+        return {"seconds": cpu_seconds() - started, "programs": 0}
+    torch.tpu.synchronize()
+    import torchtpu
+
+    programs = torchtpu.metrics.snapshot()["programs_compiled"]
+    return {"seconds": cpu_seconds() - started, "programs": programs}
+
+
+def run(device: str, name: str, cache: str) -> dict[str, float]:
+    """The same in a process of its own."""
+    environment = {**os.environ, **peers.ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
+    environment |= {"TORCHTPU_CACHE_DIR": cache, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(device == "tpu"))}
+    command = [sys.executable, "-W", "ignore", __file__, name, "--worker", device]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", choices=[[], *ecosystem.PROGRAMS])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(measure(options.worker, options.programs[0])))
+        return
+    rows = [["program", "torch CPU, s", "cold, s", "programs", "warm, s"]]
+    for name in options.programs or filter(ecosystem.is_installed, ecosystem.PROGRAMS):
+        with tempfile.TemporaryDirectory() as cache:
+            cpu, cold, warm = (run(device, name, cache) for device in ("cpu", "tpu", "tpu"))
+        what = ecosystem.PROGRAMS[name].what
+        seconds = [f"{found['seconds']:.1f}" for found in (cpu, cold, warm)]
+        rows.append([what, *seconds[:2], str(cold["programs"]), seconds[2]])
+    print(peers.table(rows))
+
+
+if __name__ == "__main__":
+    main()
