@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jaxlib
-from jax._src import xla_bridge
-from jax._src.interpreters import mlir
 from jaxlib import xla_client
 from jaxlib.mlir import ir
 
 from torchtpu.compiler_cache import Target, compiler_line
 from torchtpu.runtime.device.chips import find_chip, topology_of
 from torchtpu.runtime.device.client import Options, compile_options
+from torchtpu.runtime.device.jax_modules import mlir, xla_bridge
 from torchtpu.runtime.device.process_group import Homes
 from torchtpu.runtime.telemetry.cost import Cost, cost_of, text_of
 

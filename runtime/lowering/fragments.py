@@ -28,7 +28,7 @@ from .tracing import Fragment, Tracer, explained
 
 _BATCH = 128  # ops traced in one module
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$-]*")
-EVALUATION = "torchtpu.runtime.padding.evaluate"  # what an op with padding is traced with; it imports jax
+EVALUATION = "torchtpu.runtime.padding.evaluate"  # what an op with padding is traced with
 
 
 class Fragments:

@@ -10,6 +10,7 @@ A primitive without a rule, or a case that its rule does not know, raises `Refus
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -17,15 +18,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
-from jax._src import core
-from jax._src.export import shape_poly
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.lax import GatherScatterMode
 
+from torchtpu.runtime.device.jax_modules import core, export, jax, jnp, lax, prng, shape_poly
 from torchtpu.runtime.ir.program import PaddedExtent
 
 from .layout import Bound, Refused
@@ -75,6 +70,7 @@ class Symbols:
     """The variables of an op's `Padding`: expressions of them, from text, and what is traced with such sizes."""
 
     def __init__(self, bounds: Sequence[Sequence[int]]) -> None:
+        _watch_comparisons()
         self._bounds = {name: Bound(*bound) for name, bound in zip("abcdefgh", bounds, strict=False)}
         limits = [f"{n} >= {b.least}" for n, b in self._bounds.items()]
         limits += [f"{n} <= {b.most}" for n, b in self._bounds.items()]
@@ -221,18 +217,19 @@ class _Undecided:
         return tuple(sorted(found))
 
 
-_is_equal = shape_poly._DimExpr.__eq__
+@functools.cache
+def _watch_comparisons() -> None:
+    """Has comparisons of jax's symbolic sizes noted from now on."""
+    is_equal = shape_poly._DimExpr.__eq__
 
+    def noted_is_equal(one: Any, other: Any) -> bool:
+        found: bool = is_equal(one, other)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if not found and not caller.startswith("jax") and (core.is_constant_dim(other) or isinstance(other, type(one))):
+            _Undecided.note(one, other)
+        return found
 
-def _noted_is_equal(one: Any, other: Any) -> bool:
-    found: bool = _is_equal(one, other)
-    caller = sys._getframe(1).f_globals.get("__name__", "")
-    if not found and not caller.startswith("jax") and (core.is_constant_dim(other) or isinstance(other, type(one))):
-        _Undecided.note(one, other)
-    return found
-
-
-shape_poly._DimExpr.__eq__ = _noted_is_equal
+    shape_poly._DimExpr.__eq__ = noted_is_equal
 
 
 def evaluate(closed: Any, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:
@@ -349,7 +346,7 @@ def _apply(equation: _Equation, arrays: list[Any]) -> Sequence[Any]:
 
 def _has_jaxpr(params: Mapping[str, Any]) -> bool:
     return any(
-        isinstance(item, (Jaxpr, ClosedJaxpr))
+        isinstance(item, (core.Jaxpr, core.ClosedJaxpr))
         for value in params.values()
         for item in (value if isinstance(value, (list, tuple)) else (value,))
     )
@@ -472,7 +469,7 @@ def _moved(sizes: Sizes, old: Sequence[Any], new: Sequence[Any]) -> Any:
     return place
 
 
-def _count(sizes: Sizes, dims: Sequence[Any], dtype: Any = jnp.int32) -> Any:
+def _count(sizes: Sizes, dims: Sequence[Any], dtype: Any = np.int32) -> Any:
     """The number of each element that counts, in row-major order."""
     shape, number = sizes.shape(dims), jnp.zeros((), dtype)
     for axis, dim in enumerate(dims):
@@ -798,7 +795,7 @@ def _gather(equation: _Equation, arrays: list[Any]) -> Any:
         if _changing([dims[axis], windows[axis]]):
             top = jnp.asarray(equation.sizes.of(dims[axis]) - equation.sizes.of(windows[axis]), place.dtype)
             inside = jnp.clip(place, 0, top)
-            if mode == GatherScatterMode.FILL_OR_DROP:
+            if mode == lax.GatherScatterMode.FILL_OR_DROP:
                 place = jnp.where(place == inside, place, jnp.asarray(-1, place.dtype))
             else:
                 place = inside
@@ -832,7 +829,7 @@ def _scatter(equation: _Equation, arrays: list[Any]) -> Any:
             if not core.is_constant_dim(window):
                 raise Refused("a scatter of changing windows")
             top = jnp.asarray(equation.sizes.of(dims[axis]) - int(window), place.dtype)
-            if mode == GatherScatterMode.FILL_OR_DROP:
+            if mode == lax.GatherScatterMode.FILL_OR_DROP:
                 gone = (place < 0) | (place > top)
                 outside = gone if outside is None else outside | gone
             else:
@@ -854,9 +851,9 @@ def _scatter(equation: _Equation, arrays: list[Any]) -> Any:
         return equation.bind(array, made, new)
     made = jnp.where(outside[..., None], jnp.asarray(-1, made.dtype), made)
     # Where an index was promised to be inside, XLA clamps it: those outside have to be dropped all the same.
-    if mode != GatherScatterMode.FILL_OR_DROP:
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
         made = jnp.where(outside[..., None], made, _clipped(equation, made, array, parts, windows))
-    drop = GatherScatterMode.FILL_OR_DROP
+    drop = lax.GatherScatterMode.FILL_OR_DROP
     return equation.bind(array, made, new, mode=drop, indices_are_sorted=False, unique_indices=False)
 
 
@@ -890,12 +887,10 @@ def _counters(equation: _Equation, arrays: list[Any]) -> Any:
 def _random_bits(equation: _Equation, arrays: list[Any]) -> Any:
     if equation.params["bit_width"] != 32 or equation.dims(0):
         raise Refused("random bits of another width or of several keys")
-    from jax._src.random import threefry2x32
-
     first, second = jax.random.key_data(arrays[0])
     number = _count(equation.sizes, equation.params["shape"], jnp.uint32)
     keys = jnp.broadcast_to(first, number.shape), jnp.broadcast_to(second, number.shape)
-    high, low = threefry2x32.threefry2x32_p.bind(*keys, jnp.zeros_like(number), number)
+    high, low = prng.threefry2x32.threefry2x32_p.bind(*keys, jnp.zeros_like(number), number)
     return high ^ low
 
 
@@ -910,7 +905,7 @@ def _call(equation: _Equation, arrays: list[Any]) -> Any:
 
 
 def _closed(jaxpr: Any) -> Any:
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
 @_rule("cond")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,24 +18,9 @@ import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 from torch._prims_common import get_computation_dtype
 
+from torchtpu.runtime.device import jax_modules
 
-class _Lazy:
-    """A module that is imported at its first attribute access."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # who only looks what this is does not want the module
-            raise AttributeError(attribute)
-        value = getattr(importlib.import_module(self._name), attribute)
-        setattr(self, attribute, value)
-        return value
-
-
-jax: Any = _Lazy("jax")
-jnp: Any = _Lazy("jax.numpy")
-lax: Any = _Lazy("jax.lax")
+jax, jnp, lax = jax_modules.jax, jax_modules.jnp, jax_modules.lax
 
 
 @dataclass

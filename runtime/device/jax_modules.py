@@ -1,0 +1,34 @@
+"""jax, imported when something of it is first used: that takes ten times as long as to launch a cached program.
+
+Its private modules are touched in this folder alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class LazyModule:
+    """A module that is imported at its first attribute access."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # who only looks what this is does not want the module
+            raise AttributeError(attribute)
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)
+        return value
+
+
+jax: Any = LazyModule("jax")
+jnp: Any = LazyModule("jax.numpy")
+lax: Any = LazyModule("jax.lax")
+export: Any = LazyModule("jax.export")
+core: Any = LazyModule("jax._src.core")
+shape_poly: Any = LazyModule("jax._src.export.shape_poly")
+prng: Any = LazyModule("jax._src.random")
+mlir: Any = LazyModule("jax._src.interpreters.mlir")
+xla_bridge: Any = LazyModule("jax._src.xla_bridge")
