@@ -386,14 +386,16 @@ class _PaddedPieces:
         try:
             return self._layouts.outline_of(program)
         except Exception as error:  # noqa: BLE001 -- as in `Engine._pad`
-            return self._refuse(program, error)
+            self._refuse(program, error)
+            return None
 
     def pad(self, program: Program, others: Sequence[Program], most_variables: int) -> PaddedProgram | None:
         """A piece padded, with other sizes of it in view; None where that is not possible."""
         try:
             return self._layouts.pad(program, others, self._fragments.check_padding, most_variables)
         except Exception as error:  # noqa: BLE001 -- as above
-            return self._refuse(program, error)
+            self._refuse(program, error)
+            return None
 
     def _refuse(self, program: Program, error: Exception) -> None:
         if "cluster" in self._knob("log"):

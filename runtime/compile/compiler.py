@@ -8,6 +8,7 @@ compiled at leisure and is no small program is compiled in a process of its own,
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -283,11 +284,14 @@ class Compiler:
                 abandoned = None if wish.is_wanted else self._flights.pop(key)
                 self._fulfilled = None if abandoned else wish
             if abandoned is None:
-                self._run(wish.job, lambda wish=wish: wish.is_wanted and not self._is_closed)
+                self._run(wish.job, functools.partial(self._is_still_wanted, wish))
                 self._fulfilled = None
             else:
                 self._counters.compiles_abandoned += 1
                 abandoned.cancel()
+
+    def _is_still_wanted(self, wish: _Wish) -> bool:
+        return wish.is_wanted and not self._is_closed
 
     def _build(
         self, flight: Future[Loaded], plan: Plan, device: int, note: Note | None, is_wanted: IsWanted | None

@@ -43,8 +43,8 @@ def _disabled() -> Iterator[Any]:
     if disable is None:
         return
     code: CodeType = disable(lambda: None).__code__
-    found = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(_PACKAGES)]
-    found += global_decomposition_table.values()
+    found: list[dict[Any, Any]] = list(global_decomposition_table.values())
+    found += [vars(module) for name, module in list(sys.modules.items()) if name.startswith(_PACKAGES)]
     left = [value for named in found for value in list(named.values()) if isinstance(value, FunctionType)]
     seen: set[int] = set()
     while left:
