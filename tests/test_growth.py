@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from torchtpu import config, metrics, startup
 from torchtpu.runtime.padding import evaluate
-from torchtpu.runtime.padding.layout import room_for
+from torchtpu.runtime.padding.layout import padded_capacity
 
 pytestmark = pytest.mark.usefixtures("in_one_tier")
 
@@ -125,7 +125,7 @@ def test_an_op_on_what_grows_computes_what_the_cpu_computes(name: str) -> None:
             found.append(OPS[name](x).cpu())
         return found
 
-    assert same_on_both(loop)[0] <= 6, "of 13 lengths: two as they are, two rooms, and the sizes that are none"
+    assert same_on_both(loop)[0] <= 6, "of 13 lengths: two as they are, two capacities, and the sizes that are none"
 
 
 def test_a_cache_that_grows_is_a_program_for_each_room() -> None:
@@ -360,11 +360,11 @@ def test_an_index_that_is_too_large_for_what_counts_is_refused() -> None:
             x[place].cpu()
 
 
-def test_rooms_are_few_and_not_much_longer_than_what_counts() -> None:
-    rooms = {room_for(n) for n in range(1, 100_000)}
-    assert len(rooms) < 70
-    assert all(n <= room_for(n) <= max(32, 2 * n) for n in range(1, 2000))
-    assert all(n <= room_for(n) <= 1.25 * n for n in range(1025, 100_000, 7))
+def test_capacities_are_few_and_not_much_longer_than_what_counts() -> None:
+    capacities = {padded_capacity(n) for n in range(1, 100_000)}
+    assert len(capacities) < 70
+    assert all(n <= padded_capacity(n) <= max(32, 2 * n) for n in range(1, 2000))
+    assert all(n <= padded_capacity(n) <= 1.25 * n for n in range(1025, 100_000, 7))
 
 
 # ---- random programs

@@ -33,7 +33,7 @@ class Sizes:
     """What the variables of symbolic sizes are: `bounds` when the program is made, `values` when it runs."""
 
     def __init__(self, bounds: Mapping[str, Bound], values: Mapping[str, Any]) -> None:
-        self._rooms = {name: bound.room for name, bound in bounds.items()}
+        self._capacities = {name: bound.capacity for name, bound in bounds.items()}
         self._values = values
         self._known: dict[str, Any] = {}
 
@@ -46,7 +46,7 @@ class Sizes:
             raise Refused(f"the size {dim} has no bounds")
         terms = [(term, factor) for term, factor in dim._sorted_terms if not term.is_constant]
         if all(factor > 0 for _, factor in terms):
-            most = max(most, sum(factor * int(term.evaluate(self._rooms, dim.scope)) for term, factor in terms))
+            most = max(most, sum(factor * int(term.evaluate(self._capacities, dim.scope)) for term, factor in terms))
         return int(most)
 
     def shape(self, dims: Sequence[Any]) -> tuple[int, ...]:

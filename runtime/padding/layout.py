@@ -9,7 +9,7 @@ programs decides how often the form is of use, never whether it is right.
     x: f32[5, 4] ... f32[9, 4]      the slots of x are a, 4
     x[1:]                           takes a - 1 of a, from 1 on
     x.reshape(-1)                   4*a elements
-    a is 9, its room 32             x lies in f32[32, 4], and 9 is a run-time number
+    a is 9, its capacity 32         x lies in f32[32, 4], and 9 is a run-time number
 
 What an op makes of longer arrays is the business of `evaluate`.
 """
@@ -47,13 +47,13 @@ from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.ir.strided_access import find_box, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
 
-_LEAST_ROOM = 32
-_WIDEST_DOUBLING = 1024  # above it rooms are an eighth of a power of two apart
+_LEAST_CAPACITY = 32
+_WIDEST_DOUBLING = 1024  # above it capacities are an eighth of a power of two apart
 _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
 _MOST_SIZE = 2**31 - 1
 _LEAST_BUCKET = 8  # whoever rounds sizes up to powers of two from here on pads already
 MOST_VARIABLES = 6
-_MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same room
+_MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same capacity
 _MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
 _FEWEST_SAMPLES = 3
 _MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest of those
@@ -73,7 +73,7 @@ class Bound(NamedTuple):
 
     least: int
     most: int
-    room: int
+    capacity: int
 
 
 class Size(NamedTuple):
@@ -102,12 +102,12 @@ class Size(NamedTuple):
             most += max(products)
         most = most // self.divisor + self.after
         if all(factor > 0 and all(offset >= 0 for _, offset in names) for factor, names in self._products()):
-            rooms = {name: bound.room for name, bound in bounds.items()}
+            capacities = {name: bound.capacity for name, bound in bounds.items()}
             constant = self.constant if self.divisor == 1 else 0
             constant += sum(f * math.prod(offset for _, offset in names) for f, names in self.terms) * (
                 self.divisor == 1
             )
-            most = max(most, self.value(rooms) - self.after - constant)
+            most = max(most, self.value(capacities) - self.after - constant)
         return most
 
     def _products(self) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:
@@ -134,19 +134,19 @@ class Size(NamedTuple):
 Leaf = Any  # a slot: an int or a `Size`; None in an outline that only says what programs have in common
 
 
-def room_for(size: int) -> int:
-    """The length of the room for so many elements."""
+def padded_capacity(size: int) -> int:
+    """How long a dimension of so many elements is in memory."""
     doubled = 1 << (size - 1).bit_length()
     step = doubled // 8
-    return max(_LEAST_ROOM, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
+    return max(_LEAST_CAPACITY, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
 
 
-def _least_in(room: int) -> int:
-    """The fewest elements that get this room."""
-    if room <= _LEAST_ROOM:
+def _least_in(capacity: int) -> int:
+    """The fewest elements that get this capacity."""
+    if capacity <= _LEAST_CAPACITY:
         return _LEAST_SIZE
-    doubled = 1 << (room - 1).bit_length()
-    return (doubled // 2 if doubled <= _WIDEST_DOUBLING else room - doubled // 8) + 1
+    doubled = 1 << (capacity - 1).bit_length()
+    return (doubled // 2 if doubled <= _WIDEST_DOUBLING else capacity - doubled // 8) + 1
 
 
 # ---- outlines
@@ -384,7 +384,7 @@ class Template:
             raise Refused("sizes that are buckets already")
         self._homes = {name: self._slots.index(Size(((1, ((name, 0),)),))) for name in fit.variables}
         self._sizes = {slot for slot in self._slots if isinstance(slot, Size)}
-        # What was a size that arrays do not have: a place, which needs no room.
+        # What was a size that arrays do not have: a place, which needs no capacity.
         self._places = {name for name, values in fit.variables.items() if min(values) < _LEAST_SIZE}
         self._behind = {name: self._longest(name) for name in fit.variables if name not in self._places}
         self._limits: dict[str, tuple[int, int]] | None = None
@@ -418,7 +418,7 @@ class Template:
         return outline(program, lambda _: next(slots), self._is_special)
 
     def _longest(self, name: str) -> int:
-        """By how many elements a size is longer than the variable, where they share their room."""
+        """By how many elements a size is longer than the variable, where they share their capacity."""
         alike = [size.constant for size in self._sizes if size.terms == ((1, ((name, 0),)),) and size.divisor == 1]
         return max([0, *(constant for constant in alike if constant <= _MOST_BEHIND)])
 
@@ -426,10 +426,10 @@ class Template:
         behind = self._behind[name]
         if value < _LEAST_SIZE:
             raise Refused(f"a size of {value}")
-        room = room_for(value + behind)
+        capacity = padded_capacity(value + behind)
         least, most = (self._limits or {}).get(name, (0, _MOST_SIZE))
-        most = min(room - behind, most)
-        bound = Bound(max(_LEAST_SIZE, _least_in(room) - behind, least), most, min(room, most + behind))
+        most = min(capacity - behind, most)
+        bound = Bound(max(_LEAST_SIZE, _least_in(capacity) - behind, least), most, min(capacity, most + behind))
         if not bound.least <= value <= bound.most:
             raise Refused(f"a size of {value}, where it is {bound.least} to {bound.most}")
         return bound
@@ -671,7 +671,7 @@ class _Maker:
         if not any(made.reads) and not any(parts) and not made.names:
             return replace(op, args=args, results=results, writes=writes)
         found = (self._bounds[name] for name in made.names)
-        bounds = tuple((bound.least, bound.most, bound.room) for bound in found)
+        bounds = tuple((bound.least, bound.most, bound.capacity) for bound in found)
         counts = tuple(self.number(Size(((1, ((name, 0),)),))) for name in made.names)
         padding = Padding(counts, bounds, tuple(made.reads), parts)
         return replace(op, args=args, results=results, writes=writes, padding=padding)

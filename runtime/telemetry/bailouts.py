@@ -1,8 +1,8 @@
 """Bailouts: notes an optimization that raised, so that whoever tried it goes on with the plain form.
 
-    grown = None
-    with bailouts.attempt("room", program.line):
-        grown = grow(program, before)
+    padded = None
+    with bailouts.attempt("padding", program.line):
+        padded = pad(program, before)
 
 An optimisation may be a bad idea, never an error: an error of the program itself is raised by its plain form.
 """
