@@ -267,9 +267,9 @@ def test_a_small_program_is_compiled_beside_a_large_one(monkeypatch: pytest.Monk
     compiler, released = startup.engine().compiler, threading.Event()
     real = compiler._load_or_compile
 
-    def build(plan: Any, device: int, note: Any) -> Any:
+    def build(plan: Any, device: int, note: Any, *rest: Any) -> Any:
         assert note["ops"] < 100 or released.wait(60)
-        return real(plan, device, note)
+        return real(plan, device, note, *rest)
 
     x = torch.ones(7, device="tpu")
     x.cpu()
