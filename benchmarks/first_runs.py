@@ -51,6 +51,9 @@ def run(device: str, name: str, cache: str) -> dict[str, float]:
     """The same in a process of its own."""
     environment = {**os.environ, **peers.ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
     environment |= {"TORCHTPU_CACHE_DIR": cache, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(device == "tpu"))}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(Path(ecosystem.__file__).parent / "site"), os.environ.get("PYTHONPATH", "")))
+    )
     command = [sys.executable, "-W", "ignore", __file__, name, "--worker", device]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -67,14 +70,13 @@ def main() -> None:
     if options.worker:
         print(json.dumps(measure(options.worker, options.programs[0])))
         return
-    rows = [["program", "torch CPU, s", "cold, s", "programs", "warm, s"]]
+    print("| program | torch CPU, s | cold, s | programs | warm, s |\n|---|---|---|---|---|", flush=True)
     for name in options.programs or filter(ecosystem.is_installed, ecosystem.PROGRAMS):
         with tempfile.TemporaryDirectory() as cache:
             cpu, cold, warm = (run(device, name, cache) for device in ("cpu", "tpu", "tpu"))
         what = ecosystem.PROGRAMS[name].what
         seconds = [f"{found['seconds']:.1f}" for found in (cpu, cold, warm)]
-        rows.append([what, *seconds[:2], str(cold["programs"]), seconds[2]])
-    print(peers.table(rows))
+        print(f"| {what} | {seconds[0]} | {seconds[1]} | {cold['programs']} | {seconds[2]} |", flush=True)
 
 
 if __name__ == "__main__":
