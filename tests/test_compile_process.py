@@ -110,6 +110,23 @@ def test_a_program_that_is_wished_for_no_longer_is_counted_as_abandoned(
     engine.compiler.submit(plan(engine, 3), 0, {"ops": LARGE, "line": "test.py:1"}).result(PATIENCE)
 
 
+def test_who_comes_to_need_what_is_being_stopped_has_it_compiled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed, wishers, note = [], [Wisher()], {"ops": LARGE, "line": "test.py:1"}
+
+    def compile_apart(*_: Any) -> bytes:
+        wishers.clear()
+        needed.append(engine.compiler.submit(plan(engine, 3), 0, note))
+        raise CancelledError
+
+    monkeypatch.setattr("torchtpu.runtime.device.client.compile_apart", compile_apart)
+    flight = engine.compiler.submit(plan(engine, 3), 0, note, wisher=wishers[0])
+    assert flight.result(PATIENCE).source == "compile"
+    assert needed == [flight]
+    assert engine.counters.compiles_abandoned == 0
+
+
 @pytest.mark.parametrize("program", ["", "/no/such/python", "/bin/false"])
 def test_where_no_process_compiles_this_one_does(engine: Engine, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(sys, "executable", program)

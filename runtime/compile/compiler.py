@@ -293,17 +293,29 @@ class Compiler:
     def _is_still_wanted(self, wish: _Wish) -> bool:
         return wish.is_wanted and not self._is_closed
 
+    def _is_abandoned(self, key: tuple[str, int], is_wanted: IsWanted | None) -> bool:
+        """Forgets a program whose compile was stopped, unless somebody has come to want it meanwhile."""
+        with self._condition:
+            if is_wanted is not None and is_wanted():
+                return False
+            self._flights.pop(key, None)
+            self._counters.compiles_abandoned += 1
+            return True
+
     def _build(
         self, flight: Future[Loaded], plan: Plan, device: int, note: Note | None, is_wanted: IsWanted | None
     ) -> None:
         try:
-            loaded = self._load_or_compile(plan, device, note, is_wanted)
+            try:
+                loaded = self._load_or_compile(plan, device, note, is_wanted)
+            except CancelledError:
+                if self._is_abandoned((plan.key.digest, device), is_wanted):
+                    flight.cancel()
+                    return
+                loaded = self._load_or_compile(plan, device, note)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the waiters have to hear of it
             with self._condition:
                 self._flights.pop((plan.key.digest, device), None)
-                if isinstance(error, CancelledError):
-                    self._counters.compiles_abandoned += 1
-                    flight.cancel()
             with contextlib.suppress(InvalidStateError):  # cancelled meanwhile: the compiler is closed
                 flight.set_exception(error)
             return
