@@ -98,5 +98,5 @@ def test_importing_torch_imports_no_library_that_can_be_changed():
     assert done.stdout == "[]\n"
     code += "; print([name for name in sys.modules if name.startswith('torchtpu.compat.')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = [f"torchtpu.compat.{name}" for name in ("data_parallel", "imports", "shape_functions")]
+    modules = [f"torchtpu.compat.{name}" for name in ("imports", "compiler_imports", "data_parallel")]
     assert done.stdout.splitlines()[1] == str(modules)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -10,11 +13,11 @@ import torch
 from script import run_script
 
 from torchtpu import metrics
+from torchtpu.compat import concrete_sizes
 from torchtpu.ops.nn.batch_norm import _infer_batch_norm, _infer_batch_norm_backward
 
 HEAVY = ("sympy", "torch._dynamo", "torch._inductor")
 
-# No optimizer: PyTorch's own import torch._dynamo, on every device.
 SCRIPT = """
     import sys, torch
     from torch import nn
@@ -128,22 +131,59 @@ IN_PYTHON = """
         made = nn.RMSNorm(16)(rows), x.std(1), x.logsumexp(1), x[x > 0], x.nonzero(), x.roll(1, 1), F.hardswish(x)
         made += F.binary_cross_entropy_with_logits(x, x.sigmoid()), torch.diag(x[0]), torch.linalg.inv(x @ x.T + 9)
         [m.sum().item() for m in made]
-    assert "torch._dynamo" not in sys.modules
+        net = nn.Linear(8, 2)
+        for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.LBFGS):
+            optimizer = kind(net.parameters(), lr=0.1)
+            def loss():
+                optimizer.zero_grad()
+                loss = net(x).square().sum()
+                loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                return loss
+            optimizer.step(loss)
+            optimizer.load_state_dict(optimizer.state_dict())
+            assert torch.is_grad_enabled()
+        print(x.sort(1).values.sum().item(), net.weight.sum().item())
+    print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 
     @torch.compile
     def doubled_spread(x):
         return x.std(1) * 2
 
     torch.testing.assert_close(doubled_spread(x), x.std(1) * 2)
-    from torchtpu.compat import shape_functions
-    print([f for f in shape_functions._disabled() if f.__dict__.get("__dynamo_disable") is f])
+    from torchtpu.compat import compiler_imports as own
+    functions = list(own._functions())
+    print([f for f in own._disabled(functions) if f.__dict__.get("__dynamo_disable") is f])
+    print([f for f in functions if {"torchtpu.compat.concrete_sizes", "SymInt"} & {*f.__code__.co_names}
+           and f.__name__ in ("_broadcast_shapes", "elementwise_dtypes")])
+    print([f for f in functions if f.__name__ == "_use_grad" and "graph_break" not in f.__code__.co_names])
 """
 
 
-def test_shape_functions_in_python_do_without_dynamo_until_the_program_imports_it() -> None:
+def test_shape_functions_and_optimizers_do_without_dynamo_and_sympy_until_the_program_imports_them() -> None:
     ended = run_script(IN_PYTHON)
     assert ended.status == 0, ended.err
-    assert ended.out.splitlines()[-1] == "[]"
+    assert ended.out.splitlines()[1:] == ["[]"] * 4
+
+
+SIZES: list[Any] = [True, False, 0, 3, (2, 3), [2, 3], (2, (3, 4)), (), 1.5]
+
+
+@pytest.mark.filterwarnings("ignore:guard_size_oblivious will be removed:FutureWarning")
+@pytest.mark.parametrize(
+    "name", [n for n, f in vars(concrete_sizes).items() if isinstance(f, FunctionType) and n[0] != "_"]
+)
+def test_sizes_that_are_numbers_compare_as_symbolic_ones_do(name: str) -> None:
+    def outcome(module: Any, *given: Any) -> Any:
+        try:
+            return getattr(module, name)(*given)
+        except (AssertionError, TypeError) as error:
+            return type(error)
+
+    symbolic = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    count = 2 if name in ("sym_eq", "sym_and", "sym_or") else 1
+    for given in itertools.product(SIZES, repeat=count):
+        assert outcome(concrete_sizes, *given) == outcome(symbolic, *given), given
 
 
 def looks(made: Any) -> list[Any]:

@@ -58,7 +58,7 @@ def _install() -> None:
     backend_registration.rename_privateuse1_backend("tpu")
     from torchtpu import config, startup
     from torchtpu.api import amp, device, formatting, interop, memory, nvtx, rng, serialization, streams
-    from torchtpu.compat import data_parallel, imports, shape_functions
+    from torchtpu.compat import compiler_imports, data_parallel, imports
     from torchtpu.compile import artifacts
     from torchtpu.compile import backend as dynamo
     from torchtpu.diagnostics import profiler
@@ -69,7 +69,7 @@ def _install() -> None:
         sys.modules[f"torch.tpu.{name}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     parts = formatting, interop, memory, serialization, dynamo, artifacts, profiler, data_parallel, imports
-    for part in (*parts, shape_functions):
+    for part in (*parts, compiler_imports):
         part.install()
     startup.start()
     config.warn_unknown()
