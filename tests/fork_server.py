@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -105,12 +106,14 @@ def _become(request: dict[str, Any], out: int, err: int) -> None:
 
 
 def run(request: dict[str, Any]) -> None:
-    """Runs the script as the main module."""
+    """Runs the script, or the module, as the main module."""
     import torch
 
-    path = request["script"]
-    sys.argv, sys.orig_argv = [path], [sys.executable, path]
-    sys.path[0] = os.path.dirname(path)
+    words = request["words"]
+    sys.orig_argv = [sys.executable, *words]
+    is_module = words[0] == "-m"
+    sys.argv = words[1:] if is_module else words
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0]))
     if request["ignores_warnings"]:
         import warnings
 
@@ -120,10 +123,13 @@ def run(request: dict[str, Any]) -> None:
     sys.meta_path.insert(0, _Torch(torch))
     sys.excepthook = _shown_from_the_script
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__dict__.update(__file__=path, __builtins__=__builtins__)
-    with open(path) as file:
-        code = compile(file.read(), path, "exec")
-    exec(code, main.__dict__)
+    if is_module:
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
+    else:
+        main.__dict__.update(__file__=words[0], __builtins__=__builtins__)
+        with open(words[0]) as file:
+            code = compile(file.read(), words[0], "exec")
+        exec(code, main.__dict__)
 
 
 def _shown_from_the_script(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -104,14 +104,34 @@ def _server(early: tuple[tuple[str, str], ...]) -> _Server:
 
 
 def start_script(
-    path: Path, out: IO[str], err: IO[str], environment: Mapping[str, str], *, ignores_warnings: bool = False
+    words: Sequence[str | Path],
+    out: IO[str],
+    err: IO[str],
+    environment: Mapping[str, str],
+    *,
+    folder: Path | None = None,
+    ignores_warnings: bool = False,
 ) -> Script:
-    """Runs a script in a process and a session of its own, without input."""
+    """Runs a script, or `-m` and a module, with arguments, in a process and a session of its own, without input."""
     request = {
-        "script": str(path), "environment": dict(environment), "folder": os.getcwd(),
+        "words": [str(word) for word in words], "environment": dict(environment), "folder": str(folder or os.getcwd()),
         "ignores_warnings": ignores_warnings,
     }  # fmt: skip
     return _server(fork_server.starts_as(environment)).start(request, out.fileno(), err.fileno())
+
+
+def run_python(
+    *words: str | Path, folder: Path | None = None, environment: Mapping[str, str] | None = None, check: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """What `python words` does: `-m` and a module, or a script, with arguments."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        status = start_script(words, out, err, environment or os.environ, folder=folder).wait()
+        out.seek(0)
+        err.seek(0)
+        done = subprocess.CompletedProcess([str(word) for word in words], status, out.read(), err.read())
+    if check:
+        done.check_returncode()
+    return done
 
 
 def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
@@ -121,7 +141,7 @@ def run_script(code: str, *, seconds: float = 120, **environment: str) -> Ended:
         path = Path(folder, "script.py")
         path.write_text(_PRELUDE + textwrap.dedent(code))
         with Path(folder, "out").open("w") as out, Path(folder, "err").open("w") as err:
-            process = start_script(path, out, err, {**os.environ, **environment})
+            process = start_script([path], out, err, {**os.environ, **environment})
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:

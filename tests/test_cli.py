@@ -8,6 +8,7 @@ import sys
 import venv
 
 import pytest
+from script import run_python
 
 SCRIPT = """
 import sys
@@ -50,9 +51,7 @@ print("finished on", y.device)
 
 
 def run(*arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-m", "torchtpu.cli", *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    return run_python("-m", "torchtpu.cli", *map(str, arguments), folder=cwd)
 
 
 def test_a_cuda_script_runs_and_lists_what_was_mapped(tmp_path):

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ import pytest
 import torch
 from jax._src.interpreters.partial_eval import trace_to_jaxpr
 from memory_script import Largest
-from script import run_script
+from script import run_python, run_script
 
 import torchtpu
 from torchtpu import config, metrics, startup
@@ -35,8 +33,7 @@ MB = 1 << 20
 
 def child(cache: Path, *args: object, **variables: str) -> dict[str, Any]:
     given = {**os.environ, "TORCHTPU_CACHE_DIR": str(cache), **variables}
-    command = [sys.executable, str(SCRIPT), *map(str, args)]
-    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    done = run_python(SCRIPT, *map(str, args), environment=given)
     assert done.returncode == 0, done.stderr
     made: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return made

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from script import run_python
 
 SCRIPT = Path(__file__).parent / "purity_script.py"
 
@@ -18,8 +17,7 @@ def test_runs_of_one_script_at_different_paces_ask_for_the_same_programs(tmp_pat
     runs = []
     for number in range(3):
         environment = {**os.environ, "TORCHTPU_CACHE_DIR": str(tmp_path / str(number))}
-        command = [sys.executable, str(SCRIPT), str(3 * rotation + number)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        done = run_python(SCRIPT, str(3 * rotation + number), environment=environment)
         assert done.returncode == 0, done.stderr
         runs.append(json.loads(done.stdout.splitlines()[-1]))
     for run in runs:

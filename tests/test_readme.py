@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import typer
+from script import run_python
 
 from torchtpu import config
 from torchtpu.cli import app
@@ -45,9 +46,7 @@ def test_python_in_the_docs_runs_and_prints_what_is_shown(page: Path, tmp_path: 
     script = tmp_path / f"{page.stem}.py"
     script.write_text("".join(f"{code}print({end!r}, end='')\n" for code, _ in blocks))
     environment = os.environ | {"TORCHTPU_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_python(script.name, folder=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     for (code, shown), printed in zip(blocks, done.stdout.split(end), strict=False):
         assert shown is None or printed == shown, code

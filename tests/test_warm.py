@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from script import run_python
 
 STEPS = """
 import gc, os, sys, torch
@@ -56,10 +57,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 
 def torchtpu(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtpu.cli", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment(folder, **more), capture_output=True, text=True, check=False
-    )
+    return run_python("-m", "torchtpu.cli", *words, folder=folder, environment=environment(folder, **more))
 
 
 def warm(folder: Path, *words: str, status: int = 0, **more: str) -> dict[str, Any]:
@@ -101,8 +99,8 @@ def test_programs_of_which_longer_arrays_are_not_known_are_warmed_as_they_are(fo
 
 
 def train(folder: Path, lr: float = 0.1, steps: int = 5, every: int = 2, **more: str) -> str:
-    command = [sys.executable, str(folder / "train.py"), str(lr), str(steps), str(every)]
-    done = subprocess.run(command, cwd="/", env=environment(folder, **more), capture_output=True, text=True, check=True)
+    words = folder / "train.py", str(lr), str(steps), str(every)
+    done = run_python(*words, folder=Path("/"), environment=environment(folder, **more), check=True)
     return done.stdout.splitlines()[-1]
 
 
@@ -163,9 +161,7 @@ def test_clusters_and_what_comes_after_them_are_warmed(folder: Path, reads: str)
     (folder / "train.py").write_text(DEEP)
     report = warm(folder, "--reads", reads, "--", *script(4))
     assert report["failed"] == report["not_stored"] == 0
-    command = [sys.executable, str(folder / "train.py"), "20"]
-    where = environment(folder, TORCHTPU_CACHE="read")
-    done = subprocess.run(command, env=where, capture_output=True, text=True, check=True)
+    done = run_python(folder / "train.py", "20", environment=environment(folder, TORCHTPU_CACHE="read"), check=True)
     assert done.stdout.splitlines()[-1] == "True True 0"
 
 
