@@ -12,6 +12,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.utils._ordered_set import OrderedSet
 
 
 def __getattr__(name: str) -> Any:
@@ -65,6 +66,13 @@ def sym_eq(x: Any, y: Any) -> Any:
 def is_nested_int(s: Any) -> Any:
     """Whether this is the length of a jagged dimension."""
     return isinstance(s, torch.SymInt) and s.node.is_nested_int()
+
+
+def free_unbacked_symbols(x: Any) -> Any:
+    """The sizes that hang on data in a tensor's geometry, or among sizes."""
+    sizes = (*x.shape, *x.stride(), x.storage_offset()) if type(x) is torch.Tensor else x
+    is_plain = isinstance(sizes, int) or (isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes))
+    return OrderedSet() if is_plain else __getattr__("free_unbacked_symbols")(x)
 
 
 def has_guarding_hint(a: Any) -> Any:
