@@ -82,19 +82,23 @@ def ordinary() -> Iterator[Callable[[], Any]]:
     for shape in ((A,), (A, B), (A, A), (A, B, C)):
         yield from _reduced(shape)
     yield from _products()
-    yield from _losses_and_layers()
+    yield from _losses()
+    yield from _layers()
+    yield from _steps()
     yield from _rearranged()
 
 
 def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     numbers: tuple[Any, ...] = (0.5, 0, 1, 2, 3, 10, -1)[dtype in (torch.int64, torch.bool) :]
-    for shape in ((A, B), ()) if dtype == torch.float32 else ((A, B),):
+    for shape in ((A, B),) if dtype == torch.bool else ((A, B), ()):
         x, y, zero_dim = some(*shape, dtype=dtype), some(*shape, dtype=dtype), some(dtype=dtype)
         yield from (lambda f=f, x=x: f(x) for f in UNARY)
         for f in BINARY:
             yield from (lambda f=f, x=x, y=y: f(x, y) for y in (y, *numbers))
-        for f in (torch.add, torch.mul):
+        for f in BINARY[:4]:
             yield lambda f=f, x=x, y=zero_dim: f(x, y)
+            yield lambda f=f, x=zero_dim, y=y: f(x, y)
+        yield from (lambda f=f, x=x: f(x, 0.75) for f in (torch.add, torch.mul) if dtype.is_floating_point)
         for f in INTO:
             yield from (lambda f=f, x=x, y=y: f(x.clone(), y) for y in (y, *numbers))
         yield from (lambda n=n, x=x: n - x for n in numbers)
@@ -102,7 +106,7 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda x=x, y=y: torch.where(x > y, x, y)
         yield lambda x=x: torch.where(x > 0, x, 0)
         yield lambda x=x: x.clone().zero_()
-        for value in (0, 1, 0.5, True):
+        for value in (0, 1, 0.5, True, 0.0):
             yield lambda shape=shape, value=value: torch.full(shape, value, dtype=dtype, device="tpu")
             yield lambda x=x, value=value: x.clone().fill_(value)
         yield from (lambda x=x, other=other: x.to(other) for other in (*DTYPES, torch.float16, torch.int32))
@@ -134,12 +138,14 @@ def _products() -> Iterator[Callable[[], Any]]:
         ):  # fmt: skip
             x, y = (some(*shape, dtype=dtype) for shape in shapes)
             yield lambda x=x, y=y: trained(lambda x, y: (x @ y).sum(), x, y)
-        for sizes in ((A, B, C), (A, B, B), (A, B, 1), (1, B, C)):
-            yield lambda sizes=sizes, dtype=dtype: _linear(*sizes, dtype=dtype)
+        for shape in ((A, B), (1, B), (B,), (D, A, B), (D, 1, B), (1, A, B)):
+            for made in (C, B, 1) if len(shape) < 3 else (C, B):
+                yield lambda shape=shape, made=made, dtype=dtype: _linear(shape, made, dtype)
 
 
-def _linear(rows: int, taken: int, made: int, dtype: torch.dtype) -> Any:
-    given = [some(*shape, dtype=dtype) for shape in ((rows, taken), (made, taken), (made,))]
+def _linear(shape: tuple[int, ...], made: int, dtype: torch.dtype) -> Any:
+    """With and without a bias; with a gradient of what is taken, and without."""
+    given = [some(*each, dtype=dtype) for each in (shape, (made, shape[-1]), (made,))]
     return [
         (
             F.linear(*some_given),
@@ -158,18 +164,58 @@ def trained(f: Callable[..., torch.Tensor], *given: torch.Tensor) -> Any:
     return made, leaves
 
 
-def _losses_and_layers() -> Iterator[Callable[[], Any]]:
-    x, y, classes = some(A, B), some(A, B), some(A, dtype=torch.int64)
-    yield lambda: trained(F.cross_entropy, x, classes)
-    for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits):
-        yield lambda loss=loss: trained(loss, x, y)
-    for activation in (F.relu, torch.tanh, torch.sigmoid, F.gelu, F.silu):
-        yield lambda activation=activation: trained(lambda x: activation(x).sum(), x)
-    for places in (classes, some(C, D, dtype=torch.int64)):
-        yield lambda places=places: trained(lambda weight: F.embedding(places, weight).sum(), x)
-    for parameter in (some(A, B), some(A)):
-        for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
-            yield lambda optimizer=optimizer, parameter=parameter: _step(optimizer, parameter)
+def _losses() -> Iterator[Callable[[], Any]]:
+    for dtype in (torch.float32, torch.float64):
+        x, y = some(A, B, dtype=dtype), some(A, B, dtype=dtype)
+        yield lambda x=x: trained(F.cross_entropy, x, some(A, dtype=torch.int64))
+        for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits):
+            for shape in ((A, B), (A, 1), (A,)):
+                given = some(*shape, dtype=dtype), some(*shape, dtype=dtype)
+                yield lambda loss=loss, given=given: trained(loss, *given)
+        yield lambda x=x, y=y: trained(lambda x, y: ((x - y) ** 2).mean(), x, y)
+
+
+def _layers() -> Iterator[Callable[[], Any]]:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for shape in ((A, B), (A,), (A, B, C), (A, B, C, D), ()):
+            x = some(*shape, dtype=dtype)
+            for activation in (F.relu, torch.tanh, torch.sigmoid, F.gelu, F.silu, torch.exp, torch.log, torch.sqrt):
+                yield lambda activation=activation, x=x: trained(lambda x: activation(x).sum(), x)
+    for shape in ((A, B), (A, B, C)):
+        x = some(*shape)
+        weights = some(shape[-1]), some(shape[-1])
+        yield lambda x=x, w=weights: trained(lambda x, *w: F.layer_norm(x, x.shape[-1:], *w).sum(), x, *w)
+        yield lambda x=x: trained(lambda x: F.layer_norm(x, x.shape[-1:]).sum(), x)
+        yield lambda x=x, w=weights: trained(lambda x, w: F.rms_norm(x, x.shape[-1:], w).sum(), x, w[0])
+    for shape in ((A, B), (A, B, C, D)):
+        x, weights = some(*shape), (some(shape[1]), some(shape[1]))
+        yield lambda x=x, w=weights: trained(
+            lambda x, *w: F.batch_norm(x, torch.zeros_like(w[0]), torch.ones_like(w[0]), *w, training=True).sum(), x, *w
+        )
+    for places in (
+        some(A, dtype=torch.int64),
+        some(C, D, dtype=torch.int64),
+        some(1, D, dtype=torch.int64),
+        some(dtype=torch.int64),
+    ):
+        yield lambda places=places: trained(lambda weight: F.embedding(places, weight).sum(), some(A, B))
+    for shape in ((A, B, C), (1, B, C), (A, B, C, D), (1, B, C, D)):
+        x = some(*shape)
+        for is_causal in (False, True):
+            yield lambda x=x, c=is_causal: trained(
+                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=c).sum(), x, x, x
+            )
+        yield lambda x=x: ((x @ x.mT) / 2).masked_fill(some(*x.shape[-2:-1] * 2) == 0, float("-inf")).softmax(-1) @ x
+
+
+def _steps() -> Iterator[Callable[[], Any]]:
+    for shape in ((A, B), (A,), (A, A), (1, A), (A, 1), (A, B, C), (A, B, C, D)):
+        for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, _momentum, torch.optim.RMSprop):
+            yield lambda optimizer=optimizer, shape=shape: _step(optimizer, some(*shape))
+
+
+def _momentum(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.01)
 
 
 def _step(optimizer: Any, parameter: torch.Tensor) -> Any:
@@ -191,8 +237,25 @@ def _rearranged() -> Iterator[Callable[[], Any]]:
         yield lambda x=x, places=places: x[places]
         yield lambda x=x, places=places: x.index_select(0, places)
         yield lambda x=x: x.gather(1, some(A, B, dtype=torch.int64))
-        yield lambda x=x, y=y: torch.stack([x, y])
         yield lambda x=x: x.flip(0)
+        for y in (
+            x,
+            some(A, C, dtype=dtype),
+            some(C, B, dtype=dtype),
+            some(A, 1, dtype=dtype),
+            some(1, B, dtype=dtype),
+        ):
+            yield from (lambda x=x, y=y, dim=dim: torch.cat([x, y], dim) for dim in (0, 1, -1))
+        for shape in ((), (A,), (A, B)):
+            y = some(*shape, dtype=dtype)
+            yield from (lambda y=y, n=n: torch.stack([y] * n) for n in range(2, 5))
+        yield lambda dtype=dtype: torch.cat([some(A, dtype=dtype), some(B, dtype=dtype)])
+        yield lambda dtype=dtype: torch.cat([some(A, dtype=dtype), some(A, dtype=dtype)])
+        yield lambda x=x: x.argmax(-1, keepdim=True)
+        if dtype == torch.float32:
+            for place in (0, 1, -1):
+                yield lambda x=x, place=place: trained(lambda x: x[place].sum() + x[:, place].sum(), x)
+            yield lambda x=x: trained(lambda x: torch.cat([x, x], 1).sum() + torch.stack([x, x]).sum(), x)
 
 
 def ordinary_ops() -> list[Op]:

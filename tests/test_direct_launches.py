@@ -59,7 +59,7 @@ def during(calls: Calls, act: Callable[[], Any]) -> tuple[int, int]:
 
 @pytest.fixture
 def one_tier() -> Iterator[None]:
-    with config.using(tiers="off", sweep=False):
+    with config.using(tiers="off", sweep=False, padding=False):  # whatever other tests' sizes at the place
         yield
 
 
