@@ -79,7 +79,7 @@ def ordinary() -> Iterator[Callable[[], Any]]:
     """Calls of the ops of first scripts."""
     for dtype in DTYPES:
         yield from _elementwise(dtype)
-    for shape in ((A,), (A, B), (A, A), (A, B, C)):
+    for shape in ((A,), (A, B), (A, A), (1, A), (A, B, C)):
         yield from _reduced(shape)
     yield from _products()
     yield from _losses()
@@ -98,7 +98,14 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         for f in BINARY[:4]:
             yield lambda f=f, x=x, y=zero_dim: f(x, y)
             yield lambda f=f, x=zero_dim, y=y: f(x, y)
-        yield from (lambda f=f, x=x: f(x, 0.75) for f in (torch.add, torch.mul) if dtype.is_floating_point)
+        if dtype.is_floating_point:
+            yield from (lambda f=f, x=x: f(x, 0.75) for f in (torch.add, torch.mul))
+            yield from (lambda f=f, x=x, n=n: f(x, n) for f in BINARY[4:10] for n in (0.0, 1.0))
+            for f in (torch.Tensor.add_, torch.Tensor.sub_):
+                yield lambda f=f, x=x, y=y: (f(x.clone(), y, alpha=0.75), f(x.clone(), y, alpha=-0.75))
+            yield lambda x=x, y=y: (torch.add(x, y, alpha=0.75), torch.sub(x, y, alpha=0.75), torch.lerp(x, y, 0.25))
+            for f in (torch.Tensor.addcmul_, torch.Tensor.addcdiv_):
+                yield lambda f=f, x=x, y=y: (f(x.clone(), y, y, value=0.5), f(x.clone(), y, y))
         for f in INTO:
             yield from (lambda f=f, x=x, y=y: f(x.clone(), y) for y in (y, *numbers))
         yield from (lambda n=n, x=x: n - x for n in numbers)
@@ -116,11 +123,11 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
 
 
 def _reduced(shape: tuple[int, ...]) -> Iterator[Callable[[], Any]]:
-    for dtype in (torch.float32, torch.int64, torch.bool):
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
         x = some(*shape, dtype=dtype)
         for f in REDUCTIONS:
             yield lambda f=f, x=x: f(x)
-            for dim in {0, len(shape) - 1, -1} if dtype == torch.float32 else ():
+            for dim in {0, len(shape) - 1, -1} if dtype.is_floating_point else ():
                 yield lambda f=f, x=x, dim=dim: f(x, dim)
                 yield lambda f=f, x=x, dim=dim: f(x, dim, keepdim=True)
     x = some(*shape)
@@ -135,6 +142,7 @@ def _products() -> Iterator[Callable[[], Any]]:
         for shapes in (
             ((A, B), (B, C)), ((A, A), (A, A)), ((A, B), (B, A)), ((A, B), (B,)), ((B,), (B,)), ((D, A, B), (D, B, C)),
             ((A, B), (B, B)), ((D, A, B), (B, C)),
+            ((1, B), (B, C)), ((1, B), (B, B)), ((A, B), (B, 1)), ((1, A, B), (1, B, C)), ((1, 1, B), (1, B, C)),
         ):  # fmt: skip
             x, y = (some(*shape, dtype=dtype) for shape in shapes)
             yield lambda x=x, y=y: trained(lambda x, y: (x @ y).sum(), x, y)

@@ -64,7 +64,7 @@ def run_ranks(code: str, size: int, *, timeout: int = 2 * SECONDS, ports: dict[i
                 "MASTER_PORT": str((ports or {}).get(rank, port)), "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             with out.open("w") as out_file, err.open("w") as err_file:
-                processes.append(start_script(script, out_file, err_file, environment, ignores_warnings=True))
+                processes.append(start_script([script], out_file, err_file, environment, ignores_warnings=True))
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline and sum(p.poll() is None for p in processes) > ("time.sleep(999)" in code):
             time.sleep(0.05)
