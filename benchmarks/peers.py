@@ -66,6 +66,16 @@ def programs_compiled(backend: str) -> int:
     return int(metrics.snapshot()["programs_compiled"])
 
 
+def quick_launches(backend: str) -> int:
+    """Launches of programs that are compiled quickly, not yet with the usual options."""
+    if backend not in ON_TPU:
+        return 0
+    from torchtpu import metrics
+
+    tiers = metrics.snapshot()["tiers"]
+    return sum(int(tiers[name]["launches"]) for name in ("quick", "pieces") if name in tiers)
+
+
 def children_time() -> float:
     times = os.times()
     return time.process_time() + times.children_user + times.children_system

@@ -29,7 +29,7 @@ LIMITS: dict[str, dict[str, float]] = {
 
 
 def measure(backend: str, workload: str, seconds: float = 4.0) -> dict[str, Any]:
-    """Medians over rounds of up to 50 steps whose loss is read at the end of the round."""
+    """Medians over rounds of up to 50 steps whose loss is read at the end of the round, once the step has settled."""
     step, read = peers.build_step(backend, workload)
     at_start = peers.programs_compiled(backend)
     losses = [read(step(i)) for i in range(5)]
@@ -38,7 +38,7 @@ def measure(backend: str, workload: str, seconds: float = 4.0) -> dict[str, Any]
     losses += [read(step(i)) for i in range(5, 8)]
     took = (time.process_time() - took) / 3
     warm = peers.programs_compiled(backend)
-    count, i = max(2, min(50, int(seconds / 10 / max(took, 1e-5)))), 8
+    count, i = max(2, min(50, int(seconds / 10 / max(took, 1e-5)))), settle(backend, step, read, 8, 15 * seconds)
     total, main = [], []
     stop = time.perf_counter() + 2 * seconds
     while len(total) < 9 and (time.perf_counter() < stop or len(total) < 3):
@@ -61,6 +61,18 @@ def measure(backend: str, workload: str, seconds: float = 4.0) -> dict[str, Any]
         "last_loss": last,
         **launched(backend, step, read, i),
     }
+
+
+def settle(backend: str, step: Callable[[int], Any], read: Callable[[Any], float], i: int, most: float) -> int:
+    """Runs steps, for so many seconds at most, until some have launched nothing of the first tier; the next step."""
+    stop, quick = time.perf_counter() + most, -1
+    while peers.quick_launches(backend) != quick and time.perf_counter() < stop:
+        quick = peers.quick_launches(backend)
+        for _ in range(20):
+            loss = step(i)
+            i += 1
+        read(loss)
+    return i
 
 
 def launched(backend: str, step: Callable[[int], Any], read: Callable[[Any], float], i: int) -> dict[str, Any]:
