@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 def test_values_of_a_thread_that_records_are_read_by_others() -> None:
-    """Each read ends a region, or a detour, of the recorder that another thread is in."""
+    """Each read ends a region, or a speculative tail, of the recorder that another thread is in."""
     published: list[tuple[int, Tensor]] = [(0, torch.zeros(3, device="tpu"))]
     is_done = threading.Event()
 

@@ -98,7 +98,7 @@ class PaddedExtent:
     """What a tensor of `sizes` takes of an array of `shape`, which is longer in memory: all of it where `dims` is None.
 
     Else the array is reshaped to `factors`, `ranges[k]` (start, count, step) is taken of factor k, and `dims[d]` are
-    the factors that dimension d runs over (see `box.Box`). An int that changes is an expression, as text.
+    the factors that dimension d runs over (see `StridedAccess`). An int that changes is an expression, as text.
     """
 
     sizes: tuple[int | str, ...]

@@ -1,7 +1,7 @@
-"""Strided access: expresses a strided view of a row-major array as a box of a reshaped array.
+"""Strided access: expresses a strided view of a row-major array as ranges of a reshaped array.
 
-A box reshapes the array to mixed-radix `factors` and takes a range of each, so that a view is a reshape, a slice, a
-transpose, a reshape and a broadcast, and a write is their inverse. Almost every view PyTorch makes is a box.
+An access reshapes the array to mixed-radix `factors` and takes a range of each, so that a view is a reshape, a slice, a
+transpose, a reshape and a broadcast, and a write is their inverse. Almost every view PyTorch makes is one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Range(NamedTuple):
         return (self.taken - 1) * self.step + 1
 
 
-class Box(NamedTuple):
+class StridedAccess(NamedTuple):
     """`factors` reshape the array, `ranges[k]` is taken of factor k, and `dims[d]` are the factors that view dimension
     d runs over, coarse to fine (empty where its size is 1 or its stride 0).
 
@@ -46,7 +46,7 @@ class Box(NamedTuple):
         return all(r.taken == f for r, f in zip(self.ranges, self.factors, strict=True))
 
     def window(self, shape: Shape) -> Window | None:
-        """The box in two steps for an array of `shape`; None where a factor runs over two of its dimensions.
+        """The access in two steps for an array of `shape`; None where a factor runs over two of its dimensions.
 
         Slicing whole rows before the array is reshaped keeps compilers from moving the rows that nobody takes.
         """
@@ -80,10 +80,10 @@ class Box(NamedTuple):
 
 
 class Window(NamedTuple):
-    """`ranges[d]` is taken of dimension d of an array; `box` is what is left to do with that part of it."""
+    """`ranges[d]` is taken of dimension d of an array; `access` is what is left to do with that part of it."""
 
     ranges: tuple[Range, ...]
-    box: Box
+    access: StridedAccess
 
 
 @functools.lru_cache(maxsize=8192)
@@ -99,18 +99,18 @@ class _Dim(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def find_box(shape: Shape, sizes: Shape, strides: Shape, offset: int) -> Box | None:
-    """The box that is this view of a row-major array of `shape`; None where there is none (or none was found).
+def find_access(shape: Shape, sizes: Shape, strides: Shape, offset: int) -> StridedAccess | None:
+    """The access that is this view of a row-major array of `shape`; None where there is none (or none was found).
 
-    All sizes are positive and the view is in bounds. A box that is returned is exact: its digits never carry.
+    All sizes are positive and the view is in bounds. An access that is returned is exact: its digits never carry.
     """
     total = math.prod(shape)
     dims = [_Dim(st, n, i) for i, (n, st) in enumerate(zip(sizes, strides, strict=True)) if n != 1 and st != 0]
     dims.sort(reverse=True)
     for cuts in _chains(shape, dims, total):
-        box = _fit(cuts, dims, len(sizes), offset, total)
-        if box is not None:
-            return box
+        access = _fit(cuts, dims, len(sizes), offset, total)
+        if access is not None:
+            return access
     return None
 
 
@@ -139,7 +139,7 @@ def _chain(cuts: Iterable[int], total: int) -> list[int]:
     return sorted(chain)
 
 
-def _fit(cuts: list[int], dims: list[_Dim], rank: int, offset: int, total: int) -> Box | None:
+def _fit(cuts: list[int], dims: list[_Dim], rank: int, offset: int, total: int) -> StridedAccess | None:
     weights = cuts[-2::-1]
     factors = [b // a for a, b in itertools.pairwise(cuts)][::-1]
     starts = [offset // w % f for w, f in zip(weights, factors, strict=True)]
@@ -166,4 +166,4 @@ def _fit(cuts: list[int], dims: list[_Dim], rank: int, offset: int, total: int) 
             left //= count
             k, step = k - 1, 1
         merged[dim.position] = tuple(reversed(digits))
-    return Box(tuple(factors), tuple(weights), tuple(ranges), tuple(merged))
+    return StridedAccess(tuple(factors), tuple(weights), tuple(ranges), tuple(merged))

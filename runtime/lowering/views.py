@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from torchtpu.runtime.ir.program import Base
-from torchtpu.runtime.ir.strided_access import Box, Range, Shape, find_box
+from torchtpu.runtime.ir.strided_access import Range, Shape, StridedAccess, find_access
 
 from .casts import as_dtype, cast, cast_back, flatten
 from .hlo import Lines, Value
@@ -65,10 +65,10 @@ def digits(base: Base, view: View) -> tuple[Digit, ...]:
     """
     if 0 in view.sizes:
         return ()
-    box = find_box(as_dtype(Value("", *base), view.dtype).shape, view.sizes, view.strides, 0)
-    if box is None:
+    access = find_access(as_dtype(Value("", *base), view.dtype).shape, view.sizes, view.strides, 0)
+    if access is None:
         return ()
-    rows = zip(box.weights, box.factors, box.ranges, strict=True)
+    rows = zip(access.weights, access.factors, access.ranges, strict=True)
     return tuple(Digit(weight, size, size - taken.extent) for weight, size, taken in rows)
 
 
@@ -123,8 +123,8 @@ def covers(base: Base, view: View) -> bool:
     total = math.prod(base.shape) * base.dtype.itemsize
     if math.prod(view.sizes) * view.dtype.itemsize != total:
         return False
-    box = find_box(as_dtype(Value("", *base), view.dtype).shape, view.sizes, view.strides, view.offset)
-    return box is not None and box.is_whole
+    access = find_access(as_dtype(Value("", *base), view.dtype).shape, view.sizes, view.strides, view.offset)
+    return access is not None and access.is_whole
 
 
 def _snippet(lines: Lines, result: Value) -> Snippet:
@@ -134,30 +134,30 @@ def _snippet(lines: Lines, result: Value) -> Snippet:
 def _read_at(lines: Lines, array: Value, view: View, *, is_flat: bool) -> Value:
     """A read at the run-time offset."""
     sizes, strides = view.sizes, view.strides
-    box = None if is_flat else find_box(array.shape, sizes, strides, 0)
-    if box is None:
+    access = None if is_flat else find_access(array.shape, sizes, strides, 0)
+    if access is None:
         part = lines.dynamic_slice(flatten(lines, array), [_offset()], (_span(view),))
         return _read(lines, part, sizes, strides, 0)
-    extents = tuple(r.extent for r in box.ranges)
-    part = lines.dynamic_slice(lines.reshape(array, box.factors), _starts(lines, box), extents)
-    return _read_box(lines, part, box._replace(factors=extents), sizes)
+    extents = tuple(r.extent for r in access.ranges)
+    part = lines.dynamic_slice(lines.reshape(array, access.factors), _starts(lines, access), extents)
+    return _read_access(lines, part, access._replace(factors=extents), sizes)
 
 
 def _write_at(lines: Lines, array: Value, new: Value, view: View, *, is_flat: bool) -> Value:
     """A write at the run-time offset: the part that the view spans is read, written to and put back."""
     sizes, strides = view.sizes, view.strides
-    box = None if is_flat else find_box(array.shape, sizes, strides, 0)
-    if box is None:
+    access = None if is_flat else find_access(array.shape, sizes, strides, 0)
+    if access is None:
         flat, starts = flatten(lines, array), [_offset()]
         part = lines.dynamic_slice(flat, starts, (_span(view),))
         part = _write(lines, part, new, sizes, strides, 0)
     else:
-        flat, starts = lines.reshape(array, box.factors), _starts(lines, box)
-        extents = tuple(r.extent for r in box.ranges)
-        inner = box._replace(factors=extents)
+        flat, starts = lines.reshape(array, access.factors), _starts(lines, access)
+        extents = tuple(r.extent for r in access.ranges)
+        inner = access._replace(factors=extents)
         # Where the view is dense, the old part is not needed.
         part = flat if inner.is_whole else lines.dynamic_slice(flat, starts, extents)
-        part = _write_box(lines, part, new, inner)
+        part = _write_access(lines, part, new, inner)
     return lines.reshape(lines.dynamic_update_slice(flat, part, starts), array.shape)
 
 
@@ -169,11 +169,11 @@ def _span(view: View) -> int:
     return 1 + sum((n - 1) * st for n, st in zip(view.sizes, view.strides, strict=True))
 
 
-def _starts(lines: Lines, box: Box) -> list[Value]:
+def _starts(lines: Lines, access: StridedAccess) -> list[Value]:
     """The run-time offset's digits, of those factors that the view does not cover."""
     number = functools.cache(lambda n: lines.constant(n, (), torch.int64))
     starts = []
-    for k, (weight, factor, taken) in enumerate(zip(box.weights, box.factors, box.ranges, strict=True)):
+    for k, (weight, factor, taken) in enumerate(zip(access.weights, access.factors, access.ranges, strict=True)):
         start = number(0)
         if taken.extent < factor:
             start = _offset() if weight == 1 else lines.binary("divide", _offset(), number(weight))
@@ -183,8 +183,8 @@ def _starts(lines: Lines, box: Box) -> list[Value]:
 
 
 def _read(lines: Lines, array: Value, sizes: Shape, strides: Shape, offset: int) -> Value:
-    box = find_box(array.shape, sizes, strides, offset)
-    if box is None:
+    access = find_access(array.shape, sizes, strides, offset)
+    if access is None:
         inner, padded = _padded(array.shape, sizes, strides, offset)
         if padded is None:
             flat = flatten(lines, array)
@@ -192,33 +192,33 @@ def _read(lines: Lines, array: Value, sizes: Shape, strides: Shape, offset: int)
             return lines.reshape(taken, sizes)
         flat = lines.slice(flatten(lines, array), (offset,), (offset + inner,), (1,))
         zero = lines.constant(0, (), array.dtype)
-        array, box = lines.pad(flat, zero, (0,), (math.prod(padded.factors) - inner,), (0,)), padded
-    return _read_box(lines, array, box, sizes)
+        array, access = lines.pad(flat, zero, (0,), (math.prod(padded.factors) - inner,), (0,)), padded
+    return _read_access(lines, array, access, sizes)
 
 
 def _slice(lines: Lines, value: Value, ranges: Sequence[Range]) -> Value:
     return lines.slice(value, [r.start for r in ranges], [r.start + r.extent for r in ranges], [r.step for r in ranges])
 
 
-def _read_box(lines: Lines, array: Value, box: Box, sizes: Shape) -> Value:
-    window = box.window(array.shape)
+def _read_access(lines: Lines, array: Value, access: StridedAccess, sizes: Shape) -> Value:
+    window = access.window(array.shape)
     if window is not None:
-        array, box = _slice(lines, array, window.ranges), window.box
-    ranges = box.ranges
-    value = _slice(lines, lines.reshape(array, box.factors), ranges)
-    order = [k for dim in box.dims for k in dim]
+        array, access = _slice(lines, array, window.ranges), window.access
+    ranges = access.ranges
+    value = _slice(lines, lines.reshape(array, access.factors), ranges)
+    order = [k for dim in access.dims for k in dim]
     if order != sorted(order):
         used = sorted(order)
         value = lines.reshape(value, tuple(ranges[k].taken for k in used))
         value = lines.transpose(value, [used.index(k) for k in order])
-    value = lines.reshape(value, tuple(math.prod(ranges[k].taken for k in dim) for dim in box.dims))
+    value = lines.reshape(value, tuple(math.prod(ranges[k].taken for k in dim) for dim in access.dims))
     return lines.broadcast(value, sizes)
 
 
 def _write(lines: Lines, array: Value, new: Value, sizes: Shape, strides: Shape, offset: int) -> Value:
-    box = find_box(array.shape, sizes, strides, offset)
-    if box is not None:
-        return lines.reshape(_write_box(lines, array, new, box), array.shape)
+    access = find_access(array.shape, sizes, strides, offset)
+    if access is not None:
+        return lines.reshape(_write_access(lines, array, new, access), array.shape)
     flat = flatten(lines, array)
     inner, padded = _padded(array.shape, sizes, strides, offset)
     if padded is None:
@@ -228,32 +228,32 @@ def _write(lines: Lines, array: Value, new: Value, sizes: Shape, strides: Shape,
         total = math.prod(padded.factors)
         part = lines.slice(flat, (offset,), (offset + inner,), (1,))
         part = lines.pad(part, lines.constant(0, (), array.dtype), (0,), (total - inner,), (0,))
-        part = lines.reshape(_write_box(lines, part, new, padded), (total,))
+        part = lines.reshape(_write_access(lines, part, new, padded), (total,))
         part = lines.slice(part, (0,), (inner,), (1,))
         result = lines.dynamic_update_slice(flat, part, _constants(lines, [offset], flat.shape))
     return lines.reshape(result, array.shape)
 
 
-def _write_box(lines: Lines, array: Value, new: Value, box: Box) -> Value:
+def _write_access(lines: Lines, array: Value, new: Value, access: StridedAccess) -> Value:
     """The array with `new` in the box, in a shape that holds its rows."""
-    ranges = box.ranges
-    order = [k for dim in box.dims for k in dim]
+    ranges = access.ranges
+    order = [k for dim in access.dims for k in dim]
     used = sorted(order)
     if order != used:
         new = lines.reshape(new, tuple(ranges[k].taken for k in order))
         new = lines.transpose(new, [order.index(k) for k in used])
     new = lines.reshape(new, tuple(r.taken for r in ranges))
-    if box.is_whole:
+    if access.is_whole:
         return new
-    window = box.window(array.shape)
-    if window is not None and window.box.is_whole and all(r.step == 1 for r in window.ranges):
+    window = access.window(array.shape)
+    if window is not None and window.access.is_whole and all(r.step == 1 for r in window.ranges):
         new = lines.reshape(new, tuple(r.taken for r in window.ranges))
         return lines.dynamic_update_slice(array, new, _constants(lines, [r.start for r in window.ranges], array.shape))
-    old = lines.reshape(array, box.factors)
+    old = lines.reshape(array, access.factors)
     if all(r.step == 1 for r in ranges):
         return lines.dynamic_update_slice(old, new, _constants(lines, [r.start for r in ranges], old.shape))
     low = [r.start for r in ranges]
-    high = [f - r.start - r.extent for f, r in zip(box.factors, ranges, strict=True)]
+    high = [f - r.start - r.extent for f, r in zip(access.factors, ranges, strict=True)]
     gaps = [r.step - 1 for r in ranges]
     spread = lines.pad(new, lines.constant(0, (), new.dtype), low, high, gaps)
     inside = lines.constant(1, new.shape, torch.bool)
@@ -261,13 +261,13 @@ def _write_box(lines: Lines, array: Value, new: Value, box: Box) -> Value:
     return lines.select(mask, spread, old)
 
 
-def _padded(shape: Shape, sizes: Shape, strides: Shape, offset: int) -> tuple[int, Box | None]:
+def _padded(shape: Shape, sizes: Shape, strides: Shape, offset: int) -> tuple[int, StridedAccess | None]:
     """The view's span, and the view as a box of that span padded to a whole number of outermost rows."""
     span = 1 + sum((n - 1) * st for n, st in zip(sizes, strides, strict=True))
     stride, size = max((st, n) for n, st in zip(sizes, strides, strict=True) if n != 1)
     if stride * size < span or offset + span > math.prod(shape):
         return span, None
-    return span, find_box((stride * size,), sizes, strides, 0)
+    return span, find_access((stride * size,), sizes, strides, 0)
 
 
 def _constants(lines: Lines, numbers: Sequence[int], shape: Shape) -> list[Value]:

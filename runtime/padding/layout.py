@@ -44,7 +44,7 @@ from torchtpu.runtime.ir.program import (
     Write,
 )
 from torchtpu.runtime.ir.scalar_lifting import IsStructural
-from torchtpu.runtime.ir.strided_access import find_box, row_major
+from torchtpu.runtime.ir.strided_access import find_access, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
 
 _LEAST_CAPACITY = 32
@@ -153,14 +153,14 @@ def _least_in(capacity: int) -> int:
 
 
 class _View(NamedTuple):
-    """A tensor over an array of `shape`: all of it where `box` is None, else factors, ranges and dims of a `Box`.
+    """A tensor over an array of `shape`: all of it where `access` is None, else one's factors, ranges, dims.
 
     Where `strides` is not None, it lies at a run-time offset.
     """
 
     shape: tuple[Leaf, ...]
     sizes: tuple[Leaf, ...]
-    box: tuple[Any, ...] | None
+    access: tuple[Any, ...] | None
     strides: tuple[Leaf, ...] | None
     about: tuple[Any, ...]
 
@@ -257,12 +257,12 @@ def _view(
         return _View(shape, whole, None, None, (*about, base.dtype))
     if 0 in sizes or 0 in base.shape:
         raise Refused("an empty view")
-    found = find_box(base.shape, sizes, strides, offset)
+    found = find_access(base.shape, sizes, strides, offset)
     if found is None:
         raise Refused("a view that is no box of its array")
     ranges = tuple((slot(r.start), slot(r.taken), r.step) for r in found.ranges)
-    box = tuple(map(slot, found.factors)), ranges, found.dims
-    return _View(shape, whole, box, None, (*about, base.dtype, found.is_whole))
+    access = tuple(map(slot, found.factors)), ranges, found.dims
+    return _View(shape, whole, access, None, (*about, base.dtype, found.is_whole))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -439,7 +439,7 @@ def _limits_of(value: Any) -> dict[str, tuple[int, int]]:
     """The least and the most that variables are where views take parts of them, or they are parts of what stays."""
     found: dict[str, tuple[int, int]] = {}
     for view in _views_of(value):
-        factors, ranges, _ = view.box or ((), (), ())
+        factors, ranges, _ = view.access or ((), (), ())
         for factor, (start, taken, step) in zip(factors, ranges, strict=True):
             if not isinstance(start, int):
                 continue
@@ -689,7 +689,7 @@ class _Maker:
     def _write(self, write: Write, view: _View) -> Write:
         if not _is_longer(view):
             return replace(write, offset=self.offset(view)) if _has_size(view) else write
-        if write.replaces and not view.about[-1] and view.box is not None:
+        if write.replaces and not view.about[-1] and view.access is not None:
             raise Refused("a write that leaves out elements")
         if write.dtype != write.base.dtype or view.strides is not None:
             raise Refused("a write at a place that changes, or of other elements")
@@ -698,8 +698,8 @@ class _Maker:
 
     def offset(self, view: _View) -> Lifted:
         """Where a view begins in an array that is not longer, at run time."""
-        assert view.box is not None
-        factors, ranges, _ = view.box
+        assert view.access is not None
+        factors, ranges, _ = view.access
         terms, constant, weight = [], 0, math.prod(factors)
         for factor, (start, _, _) in zip(factors, ranges, strict=True):
             weight //= factor
@@ -746,13 +746,13 @@ class _PaddedOp:
 
     def part(self, view: _View) -> PaddedExtent:
         """A tensor over a longer array."""
-        factors, ranges, dims = view.box or ((), (), ())
+        factors, ranges, dims = view.access or ((), (), ())
         return PaddedExtent(
             self._texts(view.sizes),
             self._texts(view.shape),
             self._texts(factors),
             tuple((self.text(start), self.text(taken), step) for start, taken, step in ranges),
-            None if view.box is None else dims,
+            None if view.access is None else dims,
         )
 
     def text(self, leaf: Leaf) -> int | str:
@@ -788,7 +788,7 @@ def _is_longer(view: _View) -> bool:
     """Whether a tensor, or the array that it lies in, is longer in memory; else it may begin at another place."""
     if _has_size(view.shape) or _has_size(view.sizes) or view.strides is not None:
         return _has_size(view)
-    factors, ranges, _ = view.box or ((), (), ())
+    factors, ranges, _ = view.access or ((), (), ())
     return _has_size(factors) or any(_has_size(taken) for _, taken, _ in ranges)
 
 

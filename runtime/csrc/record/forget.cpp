@@ -48,7 +48,7 @@ void prune(Trie& trie, Node* node) {
     }
     Node* parent = node->parent;
     if (parent->last == node) parent->last = nullptr;
-    if (parent->trunk == node) parent->trunk = nullptr;
+    if (parent->hot_child == node) parent->hot_child = nullptr;
     std::erase_if(parent->children, [&](const auto& child) { return child.get() == node; });
     trie.nodes--;
     node = parent;

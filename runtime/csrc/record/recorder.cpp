@@ -310,7 +310,7 @@ void open_region(Recorder& r) {
   StateGuard guard(state_lock);
   if (r.is_empty() && !begins) return;
   if (r.is_empty()) r.entry.swap(place);
-  r.is_open = !r.detour && !r.boundary;
+  r.is_open = !r.speculative_tail && !r.boundary;
 }
 
 }  // namespace

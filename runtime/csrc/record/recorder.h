@@ -40,8 +40,9 @@ struct Transaction {
 struct Recorder {
   explicit Recorder(c10::DeviceIndex device);
   const c10::DeviceIndex device;
-  bool is_open = false;  // an op may be recorded at once: no boundary or detour is left to take, and `entry` is noted
-  uint64_t epoch;        // names the pending region; never reused
+  bool is_open =
+      false;  // an op may be recorded at once: no boundary or speculative tail is left to take, and `entry` is noted
+  uint64_t epoch;  // names the pending region; never reused
   std::shared_ptr<Trie> trie = std::make_shared<Trie>();
   Node* at;                       // the last op recorded
   Node* shadow = nullptr;         // after a fork over a number: where the old path stands
@@ -54,7 +55,7 @@ struct Recorder {
   std::string boundary_line;
   std::shared_ptr<CodePlace> entry;     // where the first op of the region was called
   std::map<int32_t, BufferRef> slices;  // values of the region that were read beside it
-  Node* detour = nullptr;               // the ops after this node were recorded for a read
+  Node* speculative_tail = nullptr;     // the ops after this node were recorded for a read
   int64_t recorded = 0;                 // ops of the regions before this one
   std::shared_ptr<Transaction> transaction = std::make_shared<Transaction>();
   bool is_empty() const { return at == &trie->root; }

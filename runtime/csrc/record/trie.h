@@ -121,7 +121,7 @@ struct Reads {
   bool has_program = false;                  // a value made here has a slice of its own
   bool has_been_sliced = false;              // a value was read when the stream stood here
   int64_t last_at = 0;                       // ops that the recorder had seen at the last read here
-  int dear = 0;                              // reads here for which a cut would have been cheaper
+  int over_budget = 0;                       // reads here for which a cut would have been cheaper
 };
 
 // What an op's result depends on beside its arguments.
@@ -156,7 +156,7 @@ struct Node {
   std::vector<std::shared_ptr<Plan>> plans;  // programs that end here, by live set and donation
   std::vector<uint8_t> donation;             // inputs free at every visit so far
   int donation_shrinks = 0;
-  Node* trunk = nullptr;                          // the child that the last region took which went on from here
+  Node* hot_child = nullptr;                      // the child that the last region took which went on from here
   std::unique_ptr<Reads> reads;                   // null where there were none
   std::atomic<int> holders{0};                    // what outlives the pending region and names this node: see HeldNode
   std::optional<std::list<Node*>::iterator> end;  // its place in Trie::ends

@@ -155,7 +155,7 @@ void start_region(Recorder& r) {
   r.ints.clear();
   for (auto& [value, slice] : r.slices) bury(std::move(slice));
   r.slices.clear();
-  r.detour = nullptr;
+  r.speculative_tail = nullptr;
   std::fill(r.live.begin(), r.live.end(), nullptr);
   forget_oldest(*r.trie);
 }
@@ -170,8 +170,8 @@ std::string describe_op(const Node& node) { return node.info->name + " (" + node
 std::string describe_nearest(const Node* end) {
   const Node* from = nullptr;
   for (const Node* node = end;; from = node, node = node->parent) {
-    if (node->trunk && node->trunk != from) {
-      return "the nearest region known has " + describe_op(*node->trunk) +
+    if (node->hot_child && node->hot_child != from) {
+      return "the nearest region known has " + describe_op(*node->hot_child) +
              (from ? " where this one has " + describe_op(*from) : " after the last op of this one");
     }
     if (!node->plans.empty()) {
@@ -273,7 +273,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
   work->inputs = std::move(r.inputs);
   work->floats = pack(r.floats);
   work->ints = pack(r.ints);
-  for (Node* node = r.at; node->info; node = node->parent) node->parent->trunk = node;
+  for (Node* node = r.at; node->info; node = node->parent) node->parent->hot_child = node;
   r.recorded += r.at->depth;
   runtime.counters.regions++;
   runtime.counters.cuts[reason]++;

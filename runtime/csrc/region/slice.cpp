@@ -23,7 +23,7 @@ constexpr size_t kMostOpsOfWhole = 512;  // a larger slice runs in pieces
 constexpr int kMostWholes = 8;           // slices of a trie that have a program of their own
 constexpr int32_t kOpsOfPiece = 128;
 constexpr int kCheapness = 8;  // a slice is cheap where this many times its ops were recorded since the last read here
-constexpr int kMostDear = 2;   // dear ones at one place, before the region is cut there
+constexpr int kMostOverBudget = 2;  // over budget at one place, before the region is cut there
 
 // From the root, without it.
 std::vector<const Node*> path_to(const Node* node) {
@@ -33,11 +33,12 @@ std::vector<const Node*> path_to(const Node* node) {
   return path;
 }
 
-// The last node that an earlier region passed through and went on from: r.at, or the one where a detour began.
+// The last node that an earlier region passed through and went on from: r.at, or the one where a speculative tail
+// began.
 Node* find_fork(const Recorder& r) {
   const Node* from = nullptr;
   for (Node* node = r.at; node; from = node, node = node->parent) {
-    if (node->trunk && node->trunk != from) return node;
+    if (node->hot_child && node->hot_child != from) return node;
     bool is_plain = node->info && node->writes.empty() && node->next_value > node->parent->next_value;
     if (!is_plain || r.at->depth - node->depth >= kMostOpsOfDetour) break;
   }
@@ -190,31 +191,31 @@ bool has_effects(const std::vector<const Node*>& path, const std::vector<size_t>
 }
 
 // The path that the region's first `fork->depth` ops had last time, to its end.
-std::vector<const Node*> trunk_of(const Node* fork) {
+std::vector<const Node*> hot_path_of(const Node* fork) {
   std::vector<const Node*> path = path_to(fork);
-  while ((fork = fork->trunk)) path.push_back(fork);
+  while ((fork = fork->hot_child)) path.push_back(fork);
   return path;
 }
 
-// Computes what the ops at `places` need by pieces of the trunk; then the ops of the detour.
+// Computes what the ops at `places` need by pieces of the hot path; then the ops of the speculative tail.
 BufferRef run_pieces(Recorder& r, const Node* fork, const std::vector<const Node*>& path,
                      const std::vector<size_t>& places, int32_t value, const std::string& line) {
-  auto trunk = trunk_of(fork);
-  auto begin_of_detour = static_cast<size_t>(fork->depth);
+  auto hot_path = hot_path_of(fork);
+  auto begin_of_tail = static_cast<size_t>(fork->depth);
   Beside beside(r, line);
   std::vector<std::vector<size_t>> pieces;
-  for (size_t begin = 0; begin < begin_of_detour; begin += kOpsOfPiece) {
-    size_t end = std::min(begin + kOpsOfPiece, trunk.size());
+  for (size_t begin = 0; begin < begin_of_tail; begin += kOpsOfPiece) {
+    size_t end = std::min(begin + kOpsOfPiece, hot_path.size());
     auto first = std::lower_bound(places.begin(), places.end(), begin);
-    if (first == places.end() || *first >= std::min(end, begin_of_detour)) continue;
+    if (first == places.end() || *first >= std::min(end, begin_of_tail)) continue;
     auto& piece = pieces.emplace_back();
     for (size_t i = begin; i < end; i++) piece.push_back(i);
-    if (has_effects(trunk, piece)) return {};
+    if (has_effects(hot_path, piece)) return {};
   }
-  for (const auto& piece : pieces) beside.launch(trunk, piece, begin_of_detour, std::nullopt);
+  for (const auto& piece : pieces) beside.launch(hot_path, piece, begin_of_tail, std::nullopt);
   beside.forget_from(fork->next_value);
-  auto detour = std::lower_bound(places.begin(), places.end(), begin_of_detour);
-  if (detour != places.end()) beside.launch(path, {detour, places.end()}, path.size(), value);
+  auto tail = std::lower_bound(places.begin(), places.end(), begin_of_tail);
+  if (tail != places.end()) beside.launch(path, {tail, places.end()}, path.size(), value);
   return beside.made(value);
 }
 
@@ -223,9 +224,9 @@ bool is_too_dear(Recorder& r, size_t ops) {
   if (is_exact()) return false;
   Reads& reads = reads_of(*r.at);
   int64_t now = r.recorded + r.at->depth, since = now - std::exchange(reads.last_at, now);
-  bool is_dear = reads.has_been_sliced && static_cast<int64_t>(ops) * kCheapness > since;
+  bool is_over_budget = reads.has_been_sliced && static_cast<int64_t>(ops) * kCheapness > since;
   reads.has_been_sliced = true;
-  return is_dear && ++reads.dear > kMostDear;
+  return is_over_budget && ++reads.over_budget > kMostOverBudget;
 }
 
 // Whether this is a marked end, where values are alive that were not when a region ended here before: gradients that
@@ -252,7 +253,7 @@ BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::stri
   const Node* fork = r.at;
   if (is_owner) {
     fork = find_trunk(r);
-    if (!fork || !fork->info || static_cast<int32_t>(trunk_of(fork).size()) < kFewestOps) return {};
+    if (!fork || !fork->info || static_cast<int32_t>(hot_path_of(fork).size()) < kFewestOps) return {};
   }
   auto places = ops_for(path, value);
   if (has_effects(path, places) || (is_owner && is_too_dear(r, places.size()))) return {};
@@ -268,7 +269,7 @@ BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::stri
   }
   if (!buffer) return {};
   if (fork != r.at) {
-    r.detour = const_cast<Node*>(fork);
+    r.speculative_tail = const_cast<Node*>(fork);
     r.is_open = false;
   }
   r.slices[value] = buffer;
@@ -293,7 +294,7 @@ void renumber(Recorder& r, int32_t count) {
 }  // namespace
 
 void leave_detour(Recorder& r) {
-  Node* fork = std::exchange(r.detour, nullptr);
+  Node* fork = std::exchange(r.speculative_tail, nullptr);
   if (!fork) return;
   auto of_detour = r.slices.lower_bound(fork->next_value);
   for (int32_t value = fork->next_value; value < r.at->next_value; value++) {
