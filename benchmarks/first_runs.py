@@ -2,7 +2,7 @@
 
 A process per program and column; CPU seconds of one run, and of processes that compile for it, beyond the imports, and
 the programs compiled. `warm` is a second process on the cache of the first. Where a program has an optimizer, 1.1 s of
-each column are PyTorch's own, which imports torch._dynamo for it on any device.
+torch CPU's column are the import of torch._dynamo, which PyTorch's optimizers do where the device is not installed.
 
     python benchmarks/first_runs.py
     python benchmarks/first_runs.py graphs written
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -49,17 +48,9 @@ def measure(device: str, name: str) -> dict[str, float]:
 
 def run(device: str, name: str, cache: str) -> dict[str, float]:
     """The same in a process of its own."""
-    environment = {**os.environ, **peers.ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
-    environment |= {"TORCHTPU_CACHE_DIR": cache, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(device == "tpu"))}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(Path(ecosystem.__file__).parent / "site"), os.environ.get("PYTHONPATH", "")))
-    )
-    command = [sys.executable, "-W", "ignore", __file__, name, "--worker", device]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    folders = str(Path(ecosystem.__file__).parent / "site"), os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, folders))
+    return peers.run_worker(__file__, device, name, TORCHTPU_CACHE_DIR=cache, PYTHONPATH=path)
 
 
 def main() -> None:

@@ -22,19 +22,25 @@ ON_TPU = ("tpu", "compiled", "reads")  # "compiled": tpu with the model and the 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NPROC": "1"}
 
 
+def run_worker(script: str, backend: str, *words: str, **environment: str) -> dict[str, Any]:
+    """The JSON that `python script --worker backend words` prints last, with one thread of computation."""
+    given = {**os.environ, **ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
+    given |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(backend in ON_TPU)), **environment}
+    command = [sys.executable, "-W", "ignore", script, "--worker", backend, *words]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def run_interleaved(script: str, workload: str, backends: tuple[str, ...], repeats: int) -> dict[str, dict[str, Any]]:
     """Backend -> the median over the repeats of every number that `python script --worker backend workload` prints."""
     runs = defaultdict(list)
     for _ in range(repeats):
         for backend in backends:
             # No cache of compiled programs from an earlier run: jax has none by default either.
-            environment = {**os.environ, **ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
-            environment |= {"TORCHTPU_CACHE": "off", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1" if backend in ON_TPU else "0"}
-            command = [sys.executable, script, "--worker", backend, workload]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode:
-                sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-            runs[backend].append(json.loads(done.stdout.splitlines()[-1]))
+            runs[backend].append(run_worker(script, backend, workload, TORCHTPU_CACHE="off"))
     return {backend: {key: _middle([r[key] for r in found]) for key in found[0]} for backend, found in runs.items()}
 
 

@@ -2,8 +2,8 @@
 
 A process per program and column; CPU seconds of all laps, and of processes that compile for them, CPU milliseconds of
 the median lap of the last quarter, and programs compiled in all and in that quarter. `warm` is a second process on the
-cache of the first. Where a program has an optimizer, 1.1 s of each column are PyTorch's own, which imports
-torch._dynamo for it on any device.
+cache of the first. Where a program has an optimizer, 1.1 s of torch CPU's column are the import of torch._dynamo, which
+PyTorch's optimizers ask for where the device is not installed.
 
     python benchmarks/unseen.py                     # all
     python benchmarks/unseen.py lists tree --laps 20
@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -266,18 +263,6 @@ def measure(device: str, program: str, laps: int) -> dict[str, float]:
     }
 
 
-def run(device: str, program: str, laps: int, cache: str) -> dict[str, float]:
-    """The same in a process of its own."""
-    environment = {**os.environ, **peers.ONE_THREAD, "JAX_PLATFORMS": "cpu", "TORCHTPU_PLATFORM": "cpu"}
-    environment |= {"TORCHTPU_CACHE_DIR": cache, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(device == "tpu"))}
-    command = [sys.executable, __file__, program, "--laps", str(laps), "--worker", device]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", choices=[[], *PROGRAMS])
@@ -292,7 +277,10 @@ def main() -> None:
     sums = {"torch CPU": 0.0, "cold": 0.0, "warm": 0.0}
     for program in options.programs or PROGRAMS:
         with tempfile.TemporaryDirectory() as cache:
-            cpu, cold, warm = (run(device, program, options.laps, cache) for device in ("cpu", "tpu", "tpu"))
+            words = program, "--laps", str(options.laps)
+            cpu, cold, warm = (
+                peers.run_worker(__file__, device, *words, TORCHTPU_CACHE_DIR=cache) for device in ("cpu", "tpu", "tpu")
+            )
         for name, found in zip(sums, (cpu, cold, warm), strict=True):
             sums[name] += found["seconds"]
         took = f"{cpu['lap_ms']:.2f} | {cpu['seconds']:.1f}"
