@@ -12,15 +12,17 @@ import io
 import json
 import re
 import secrets
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from .entry import VERSION, CacheEntry, DamagedEntry, decode_whole, encode
 from .files import UNREADABLE, cause_of, opened
 from .key import Key
 from .store import DirectoryStore, Store
+
+if TYPE_CHECKING:
+    import tarfile
 
 _FORMAT = "torchtpu cache bundle 1"
 _MANIFEST = "manifest.json"
@@ -70,6 +72,8 @@ def export_bundle(
 
     The same entries give the same bytes.  Raises OSError where `path` cannot be written, which then is as before.
     """
+    import tarfile  # whoever writes bundles waits for it, and no first op
+
     manifest: list[dict[str, str | int]] = []
     refused: list[tuple[str, str]] = []
     temporary = Path(f"{path}.{secrets.token_hex(4)}.tmp")
@@ -218,6 +222,8 @@ def _read(file: BinaryIO, members: list[Member], name: str, limit: int) -> bytes
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    import tarfile
+
     member = tarfile.TarInfo(name)
     member.size = len(content)
     member.mode = 0o600

@@ -12,7 +12,7 @@ from browser import Browser
 from torch import nn
 
 import torchtpu
-from torchtpu.diagnostics import Explanation
+from torchtpu.diagnostics.session import Explanation
 
 
 def explained_training() -> Explanation:

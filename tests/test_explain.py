@@ -17,7 +17,7 @@ from torch import nn
 
 import torchtpu
 from torchtpu import config, metrics, startup
-from torchtpu.diagnostics import Explanation
+from torchtpu.diagnostics.session import Explanation
 from torchtpu.runtime import _C
 
 

@@ -10,7 +10,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from explain_page import explained_training
 
-from torchtpu.diagnostics import Explanation
+from torchtpu.diagnostics.session import Explanation
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "explain.png"
 

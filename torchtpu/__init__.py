@@ -6,9 +6,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch as _torch  # noqa: F401 - its autoload registers the device
 
 from torchtpu._autoload import autoload, failure
+
+if TYPE_CHECKING:
+    from torchtpu.diagnostics.session import explain
 
 autoload()
 
@@ -16,9 +21,17 @@ if failure() is None:
     from torchtpu import config, kernels, metrics
     from torchtpu.api.loading import ready
     from torchtpu.api.reading import async_read
-    from torchtpu.diagnostics import explain
     from torchtpu.diagnostics.debugging import compare, debug_nans
     from torchtpu.diagnostics.profiler import xprof
+
+
+def __getattr__(name: str) -> Any:
+    if name != "explain":  # the one that takes long to import
+        raise AttributeError(f"module 'torchtpu' has no attribute {name!r}")
+    from torchtpu.diagnostics.session import explain
+
+    return explain
+
 
 __version__ = "0.1.0"
 __all__ = [

@@ -3,9 +3,3 @@
 with torchtpu.explain() as e: ...     # then print(e), e.json(), e.html()
 torchtpu explain -- python train.py
 """
-
-from __future__ import annotations
-
-from torchtpu.diagnostics.session import Explanation, explain
-
-__all__ = ["Explanation", "explain"]
