@@ -26,7 +26,7 @@ if failure() is None:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "explain":  # the one that takes long to import
+    if name != "explain" or failure() is not None:  # the one that takes long to import
         raise AttributeError(f"module 'torchtpu' has no attribute {name!r}")
     from torchtpu.diagnostics.session import explain
 

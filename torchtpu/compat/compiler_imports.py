@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._decomp import global_decomposition_table
 
-from torchtpu.compat.imports import after
+from torchtpu.compat.imports import after, attempt
 
 _PACKAGES = (
     "torch._refs",
@@ -32,48 +32,53 @@ _MARK = "__dynamo_disable"  # where `torch._disable_dynamo` keeps what it calls 
 _DYNAMO = "torch._dynamo"
 _SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
 _CONCRETE = "torchtpu.compat.concrete_sizes"
+_SYMPY = "sympy"
 
 
 def install() -> None:
     """Has these functions run by themselves until those modules are there, and as PyTorch has them from then on.
     Called once."""
+    attempt(_change, torch)
+
+
+def _change(_: ModuleType) -> None:
     functions = list(_functions())
     if _DYNAMO not in sys.modules:
-        _do_without_dynamo(functions)
+        _mark(list(_disabled(functions)))
+        steps = [function for function in functions if _breaks_graph(function.__code__)]
+        _run_until(_DYNAMO, {function: _unbroken(function).__code__ for function in steps})
     if _SYMBOLIC not in sys.modules:
         uses = [function for function in functions if _imports_symbolic(function.__code__)]
         _run_until(_SYMBOLIC, {function: _with_concrete(function.__code__) for function in uses})
-    if "sympy" not in sys.modules:
+    if _SYMPY not in sys.modules:
         uses = [function for function in functions if _knows_expressions(function.__code__)]
-        _run_until("sympy", {function: _with_symbolic_numbers(function.__code__) for function in uses})
+        _run_until(_SYMPY, {function: _with_symbolic_numbers(function.__code__) for function in uses})
 
 
-def _do_without_dynamo(functions: list[FunctionType]) -> None:
-    marked = list(_disabled(functions))
-    for function in marked:
-        setattr(function, _MARK, function)
+def _mark(functions: list[Any]) -> None:
+    """Has functions called as they are, until Dynamo is imported."""
 
     def unmark(_: ModuleType) -> None:
-        for function in marked:
+        for function in functions:
             if getattr(function, _MARK, None) is function:
                 delattr(function, _MARK)
 
     after(_DYNAMO, unmark)
-    steps = [function for function in functions if _breaks_graph(function.__code__)]
-    _run_until(_DYNAMO, {function: _unbroken(function).__code__ for function in steps})
+    for function in functions:
+        setattr(function, _MARK, function)
 
 
 def _run_until(module: str, codes: dict[FunctionType, CodeType]) -> None:
     """Has functions run other code until a module is imported."""
     own = {function: function.__code__ for function in codes}
-    for function, code in codes.items():
-        function.__code__ = code
 
     def restore(_: ModuleType) -> None:
         for function, code in own.items():
             function.__code__ = code
 
     after(module, restore)
+    for function, code in codes.items():
+        function.__code__ = code
 
 
 def _functions() -> Iterator[FunctionType]:
@@ -145,19 +150,24 @@ def _with_concrete(code: CodeType) -> CodeType:
 
 def _knows_expressions(code: CodeType) -> bool:
     """Whether this imports sympy to ask whether something is one of its expressions, and for nothing else."""
-    if "sympy" not in code.co_names or "Basic" not in code.co_names:
+    if _SYMPY not in code.co_names or "Basic" not in code.co_names:
         return False
     steps = list(dis.get_instructions(code))
-    uses = [(s, then) for s, then in itertools.pairwise(steps) if "sympy" in (s.argval, *_pair(s.argval))]
-    return all(s.opname in ("IMPORT_NAME", "STORE_FAST") or then.argval == "Basic" for s, then in uses)
+    return all(_takes_basic(step, then) for step, then in itertools.pairwise(steps) if _SYMPY in _operands(step))
 
 
-def _pair(operand: Any) -> tuple[Any, ...]:
-    """The variables of an instruction that loads two of them."""
-    return operand if isinstance(operand, tuple) else ()
+def _takes_basic(step: dis.Instruction, then: dis.Instruction) -> bool:
+    """Whether an instruction with sympy imports or stores it, or loads it for the next one, which takes its Basic."""
+    loads = _operands(step)[-1] == _SYMPY and step.opname.startswith("LOAD")
+    return then.argval == "Basic" if loads else step.opname.startswith(("IMPORT_NAME", "STORE_FAST"))
+
+
+def _operands(step: dis.Instruction) -> tuple[Any, ...]:
+    """What an instruction loads or stores: some have two variables."""
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
 
 def _with_symbolic_numbers(code: CodeType) -> CodeType:
     """This code, asking whether something is a symbolic number: there are no expressions without sympy."""
-    names = {"sympy": "torch", "Basic": "SymInt"}
+    names = {_SYMPY: "torch", "Basic": "SymInt"}
     return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names))

@@ -81,7 +81,7 @@ def after(name: str, change: Change) -> None:
         spec.__class__ = _Unfinished
         spec.changes = [*getattr(spec, "changes", ()), change]
     else:
-        _apply(change, module)
+        attempt(change, module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -107,7 +107,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             execute(module)
             if module.__name__ == name:  # modules of an archive have one loader
                 for change in self.changes[name]:
-                    _apply(change, module)
+                    attempt(change, module)
 
         loader.exec_module = exec_module
 
@@ -130,7 +130,7 @@ class _Unfinished(ModuleSpec):
         spec._initializing = False
         for change in self.changes:
             if self.name in sys.modules:  # else its code raised
-                _apply(change, sys.modules[self.name])
+                attempt(change, sys.modules[self.name])
 
 
 def _named(where: str) -> Change:
@@ -143,7 +143,8 @@ def _named(where: str) -> Change:
     return change
 
 
-def _apply(change: Change, module: ModuleType) -> None:
+def attempt(change: Change, module: ModuleType) -> None:
+    """Changes a module; what is raised is a warning."""
     try:
         change(module)
     except Exception as error:  # noqa: BLE001 -- whatever it is, the library works as it does without a tpu
