@@ -8,7 +8,7 @@ each region's own.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -130,28 +130,8 @@ class Stock:
         return [piece for piece in {p.identity: p for p in pieces}.values() if self._recall(piece) is None]
 
     def missing(self, pieces: Sequence[Piece]) -> int:
-        """How many ops would have to be compiled for these, where each is padded that may be: of pieces with one
-        outline the first few, and a padded one for all others."""
-        missing, seen = 0, Counter[Outline]()
-        for piece in self.new_among(pieces):
-            outline = self._layouts.outline_of(piece.placed_program if piece.offsets else piece.program)
-            if outline is not None:
-                if outline not in seen:
-                    with self._lock:
-                        known = self._sizes.get(outline, ())
-                    if len(known) >= self._fewest_sizes(piece):  # it was not padded, though it might
-                        missing += piece.num_ops
-                        continue
-                    seen[outline] = len(known)
-                seen[outline] += 1
-                if seen[outline] > self._fewest_sizes(piece) + 1:
-                    continue
-            missing += piece.num_ops
-        return missing
-
-    def _fewest_sizes(self, piece: Piece) -> int:
-        """Of how many sizes a piece is compiled before it is padded."""
-        return _FEWEST_SIZES if piece.most_variables == 1 else 1
+        """How many ops these have."""
+        return sum(piece.num_ops for piece in self.new_among(pieces))
 
     def loss_ms(self, pieces: Sequence[Piece]) -> float:
         """How much longer these take, each launched once, than with the usual options; raises what lowering raises."""
@@ -219,7 +199,7 @@ class Stock:
         outline = self._layouts.outline_of(program)
         with self._lock:
             others = self._sizes.get(outline) if outline is not None else None
-        if not others or len(others) < self._fewest_sizes(piece):
+        if not others or (most == 1 and len(others) < _FEWEST_SIZES):
             return None
         padded = self._layouts.pad(program, others, most)
         with self._lock:

@@ -122,7 +122,7 @@ class VariantBuilder:
             return []
         pieces = self.stock.divide(program, is_often_new=visits > first.most_visits)
         new = self.stock.new_among(pieces)
-        is_known = self.stock.missing(pieces) <= first.most_missing * len(program.ops)
+        is_known = sum(p.num_ops for p in new) <= first.most_missing * len(program.ops)
         is_worth_it = is_known and not first.is_paid_at_once(program)
         found = self._there(pieces, device) if not new or is_worth_it or is_forced else []
         if found:
