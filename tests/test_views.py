@@ -10,7 +10,7 @@ import torch
 
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.program import Base
-from torchtpu.runtime.ir.strided_access import find_box
+from torchtpu.runtime.ir.strided_access import find_access
 from torchtpu.runtime.ir.types import tensor_type
 from torchtpu.runtime.lowering import views
 from torchtpu.runtime.lowering.views import View
@@ -135,7 +135,7 @@ def test_random_reads_equal_torch(client: Client, batches: int) -> None:
             base = random_base(rng)
             view = random_view(base, rng, rng.randint(1, 6))
             cases.add(views.read(_base(base), _view(view)), view.clone(), array=cases.input(base))
-            boxes += 0 in view.shape or find_box(*_base(base)[:1], *_view(view)[:3]) is not None
+            boxes += 0 in view.shape or find_access(*_base(base)[:1], *_view(view)[:3]) is not None
         cases.check(client)
     assert boxes > batches * BATCH * 0.9
 
