@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,17 @@ def rows(events: list[Event]) -> dict[tuple[Any, Any], list[Event]]:
     return found
 
 
+def assert_slices_nest(slices: dict[tuple[Any, Any], list[Event]]) -> None:
+    for row in slices.values():
+        open_until: list[float] = []
+        for event in row:
+            while open_until and open_until[-1] <= event["ts"]:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            assert not open_until or end <= open_until[-1] + 0.002, "within the outer one, to the last digit"
+            open_until.append(end)
+
+
 def test_a_trace_is_what_the_format_of_viewers_demands(tmp_path: Path) -> None:
     """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: fields of each phase, slices of
     a row that nest, flows with both ends, each of them in a slice."""
@@ -89,14 +101,7 @@ def test_a_trace_is_what_the_format_of_viewers_demands(tmp_path: Path) -> None:
         assert event.get("dur", 0) >= 0
         assert event["ph"] != "i" or event["s"] in ("g", "p", "t")
     slices = rows(events)
-    for row in slices.values():
-        open_until: list[float] = []
-        for event in row:
-            while open_until and open_until[-1] <= event["ts"]:
-                open_until.pop()
-            end = event["ts"] + event["dur"]
-            assert not open_until or end <= open_until[-1] + 0.002, "within the outer one, to the last digit"
-            open_until.append(end)
+    assert_slices_nest(slices)
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     ours = {(e["pid"], e["tid"]) for e in events if str(e.get("cat", "")).startswith("tpu_")}
     assert ours
@@ -112,6 +117,27 @@ def test_a_trace_is_what_the_format_of_viewers_demands(tmp_path: Path) -> None:
         first, *others = sorted(ends, key=lambda e: e["ts"])
         assert first["ph"] == "s"
         assert {e["ph"] for e in others} == {"f"}
+
+
+def test_compiles_of_several_threads_are_slices_that_do_not_overlap(tmp_path: Path) -> None:
+    """Two compile threads and two readers: what happens at once stands in lanes of its row."""
+    both = threading.Barrier(2, timeout=60)
+
+    def build(number: int) -> None:
+        x = torch.ones(31 + number, 29, device="tpu")
+        for step in range(4):
+            both.wait()
+            x = (x * (number + step / 7)).erfc().logsumexp(0, keepdim=True).expand(31 + number, -1).sort(0).values
+            x.cpu()
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        threads = [threading.Thread(target=build, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    assert_slices_nest(rows(trace_of(tmp_path / "trace.json")))
 
 
 def test_nothing_listens_after_a_profile() -> None:

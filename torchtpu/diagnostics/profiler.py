@@ -25,6 +25,7 @@ Event = dict[str, Any]
 _FIRST_PID = 1 << 20  # processes of a trace: the runtime's threads, then the devices
 _HOST_ROWS = ("compile", "launch", "wait")
 _DEVICE_ROWS = ("region", "collective")
+_LANES = 1 << 10  # thread ids of a row: slices of different threads may overlap, those of one id may not
 
 
 def install() -> None:
@@ -63,13 +64,13 @@ def _events(listener: Listener) -> list[Event]:
     """The listener's notes as events of a Chrome trace, in nanoseconds of `time.perf_counter()`."""
     from torchtpu.diagnostics.report import device_spans
 
-    host, found = _FIRST_PID, []
+    host, found, launches = _FIRST_PID, [], []
     for build in listener.builds:
         if build.source in ("compile", "disk"):
             facts = {"line": build.program.line, "ops": len(build.program.ops), "program": build.identity[:8]}
             begin = build.finished - build.milliseconds / 1e3
             found.append(_event(host, "compile", build.source, begin, build.finished, facts))
-    for number, (run, (begin, end)) in enumerate(zip(listener.runs, device_spans(listener.runs), strict=True)):
+    for run, (begin, end) in zip(listener.runs, device_spans(listener.runs), strict=True):
         launch, about = run.launch, run.launch.about
         facts = {
             "program": about.identity[:8],
@@ -82,7 +83,8 @@ def _events(listener: Listener) -> list[Event]:
         row = host + 1 + launch.device
         started = _event(host, "launch", name, launch.started, launch.ended, facts)
         ran = _event(row, "region", name, begin, end, facts)
-        found += [started, ran, *_arrow(number, started, ran)]
+        found += [started, ran]
+        launches.append((started, ran))
     for call in listener.calls:
         name = call.op.removeprefix("torchtpu::")
         found.append(_event(host + 1 + call.device, "collective", name, call.started, call.ended, {"line": call.line}))
@@ -90,11 +92,23 @@ def _events(listener: Listener) -> list[Event]:
         name = read.line or "synchronize"
         facts = {"line": read.line, "bytes": read.nbytes}
         found.append(_event(host, "wait", name, read.started, read.started + read.seconds, facts))
-    return [*_names(found), *found] if found else []
+    _spread(found)
+    arrows = [event for number, ends in enumerate(launches) for event in _arrow(number, *ends)]
+    return [*_names(found), *found, *arrows] if found else []
+
+
+def _spread(slices: list[Event]) -> None:
+    """Moves each slice that overlaps an earlier one of its row, of another thread, to a lane of its own."""
+    free: dict[tuple[int, int], list[float]] = {}  # when the last slice of each lane ends
+    for event in sorted(slices, key=lambda e: float(e["ts"])):
+        ends = free.setdefault((event["pid"], event["tid"]), [])
+        lane = next((number for number, end in enumerate(ends) if end <= event["ts"]), len(ends))
+        ends[lane : lane + 1] = [event["ts"] + event["dur"]]
+        event["tid"] += lane
 
 
 def _event(pid: int, row: str, name: str, begin: float, end: float, facts: dict[str, Any]) -> Event:
-    tid = (_HOST_ROWS if row in _HOST_ROWS else _DEVICE_ROWS).index(row)
+    tid = (_HOST_ROWS if row in _HOST_ROWS else _DEVICE_ROWS).index(row) * _LANES
     kind, nanoseconds = f"tpu_{row}", (end - begin) * 1e9
     return {
         "ph": "X", "cat": kind, "name": name, "pid": pid, "tid": tid, "ts": begin * 1e9, "dur": nanoseconds,
@@ -116,8 +130,11 @@ def _names(events: list[Event]) -> list[Event]:
     for pid in sorted({event["pid"] for event in events}):
         name = "torchtpu" if pid == _FIRST_PID else f"tpu:{pid - _FIRST_PID - 1}"
         made.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}})
-        for tid, row in enumerate(_HOST_ROWS if pid == _FIRST_PID else _DEVICE_ROWS):
-            made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": row}})
+        rows = _HOST_ROWS if pid == _FIRST_PID else _DEVICE_ROWS
+        lanes = {event["tid"] for event in events if event["pid"] == pid} | {n * _LANES for n in range(len(rows))}
+        for tid in sorted(lanes):
+            facts = {"name": rows[tid // _LANES]}
+            made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": facts})
     return made
 
 
