@@ -1,6 +1,6 @@
-"""Writes torchtpu/ops/templates.json: the fragments of ordinary ops, for arrays of all sizes.
+"""Writes torchtpu/ops/templates: the fragments of ordinary ops, for arrays of all sizes, a file for each op.
 
-    python packaging/fragment_templates.py            # writes the file
+    python packaging/fragment_templates.py            # writes the files
     python packaging/fragment_templates.py --check    # fails where a template is not what tracing gives
 
 The ops are those that `ordinary` calls. One becomes a template where
@@ -20,6 +20,8 @@ import inspect
 import itertools
 import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,16 +38,17 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.ir.calls import LoweringEntry, describe_results, parameters
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.program import Base, Op
-from torchtpu.runtime.lowering import templates, tracing
+from torchtpu.runtime.lowering import learned_templates, templates, tracing
 from torchtpu.runtime.lowering.templates import SHAPE, FragmentTemplate
 from torchtpu.runtime.padding.evaluate import Symbols
 
-FILE = Path(ops.__path__[0], "templates.json")
+FOLDER = Path(ops.__path__[0], "templates")
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 A, B, C, D = 23, 29, 31, 37  # sizes of the ordinary ops, which have no other number like these
-SENTINELS = (41, 43, 47, 53)  # which no text has for another reason, nor what two or three of them make
-SIZES = (2, 3, 5, 7), (7, 4, 3, 2), (16, 64, 32, 8), (65537, 33, 2, 12)
+E = 41
+SENTINELS = learned_templates.SENTINELS[:6]
+SIZES = (2, 3, 5, 7, 11, 13), (7, 4, 3, 2, 9, 5), (16, 64, 32, 8, 2, 48), (65537, 33, 2, 12, 5, 21)
 SHAPES = (1,), (0, 3), (5, 0), (2, 2), (4, 1), (2, 1, 3), (1, 7, 3, 2), (3, 2, 2, 2, 5), (100003,)
 SYMBOLIC = ("a",), ("a", "b", "c"), (1, "a"), ("a", 1), ("a", 1, "b")
 
@@ -81,6 +84,12 @@ def ordinary() -> Iterator[Callable[[], Any]]:
         yield from _elementwise(dtype)
     for shape in ((A,), (A, B), (A, A), (1, A), (A, B, C)):
         yield from _reduced(shape)
+    for shape in (
+        (A, B), (A, 1), (A, B, C), (1, B, C), (1, 1, C), (A, 1, C), (A, B, 1), (A, B, C, D), (A, B, C, C), (1, B, C, D),
+        (1, B, 1, D), (A, B, 1, 1),
+    ):  # fmt: skip
+        yield from _reduced_in_dims(shape)
+    yield from _broadcast()
     yield from _products()
     yield from _losses()
     yield from _layers()
@@ -89,12 +98,16 @@ def ordinary() -> Iterator[Callable[[], Any]]:
 
 
 def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
-    numbers: tuple[Any, ...] = (0.5, 0, 1, 2, 3, 10, -1)[dtype in (torch.int64, torch.bool) :]
+    numbers: tuple[Any, ...] = (0.5, 1.0, 0, 1, 2, 3, 4, 5, 8, 10, 16, 32, 64, 100, 1000, -1)[
+        2 * (dtype in (torch.int64, torch.bool)) :
+    ]
     for shape in ((A, B),) if dtype == torch.bool else ((A, B), ()):
         x, y, zero_dim = some(*shape, dtype=dtype), some(*shape, dtype=dtype), some(dtype=dtype)
         yield from (lambda f=f, x=x: f(x) for f in UNARY)
         for f in BINARY:
             yield from (lambda f=f, x=x, y=y: f(x, y) for y in (y, *numbers))
+        for f in BINARY[:4] if dtype == torch.float32 else ():
+            yield from (lambda f=f, x=x, n=n: f(x, n) for n in (1.0, 2.0, 4, 8, 16, 64, 100))
         for f in BINARY[:4]:
             yield lambda f=f, x=x, y=zero_dim: f(x, y)
             yield lambda f=f, x=zero_dim, y=y: f(x, y)
@@ -122,6 +135,27 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             yield lambda f=f, other=other: f(some(A, B, dtype=dtype), some(*other, dtype=dtype))
 
 
+def _broadcast() -> Iterator[Callable[[], Any]]:
+    shapes = (
+        ((A, B, C), (C,)), ((A, B, C), (B, C)), ((A, B, C), (A, B, 1)), ((A, B, C), (1, 1, C)), ((A, B, C), (A, 1, C)),
+        ((A, B, C), (1, B, C)), ((A, B, C), (A, 1, 1)), ((A, B, C), (B, 1)), ((A, 1, C), (C,)), ((A, 1, C), (A, 1, 1)),
+        ((1, B, C), (C,)), ((1, B, C), (B, C)), ((1, B, C), (1, 1, C)), ((1, B, C), (1, B, 1)), ((1, 1, C), (C,)),
+        ((1, B, 1), (1, 1, C)), ((A, B, 1), (1, 1, C)), ((A, B, 1), (A, 1, C)), ((A, 1), (B,)), ((A, 1), (1, B)),
+        ((1, A), (A,)), ((A, B), (1,)), ((A, B), (A, 1)), ((A,), (1,)), ((A, A), (A,)), ((A, A), (A, 1)),
+        ((A, B, C, D), (D,)), ((A, B, C, D), (C, D)), ((A, B, C, D), (1, B, 1, 1)), ((A, B, C, D), (A, B, 1, 1)),
+        ((A, B, C, D), (1, 1, C, D)), ((A, B, C, D), (A, B, C, 1)), ((A, B, C, D), (A, 1, C, D)),
+        ((A, B, C, D), (A, 1, 1, D)), ((A, B, C, D), (A, 1, 1, 1)), ((A, B, C, C), (1, B, 1, 1)),
+        ((A, B, C, C), (A, B, 1, 1)), ((A, B, C, C), (C, C)), ((A, B, C, C), (1, 1, C, C)), ((1, B, C, D), (D,)),
+        ((1, B, C, D), (1, 1, C, D)), ((1, B, 1, D), (1, 1, 1, D)), ((1, B, 1, D), (D,)), ((1, B, C, C), (1, 1, C, C)),
+    )  # fmt: skip
+    for shape, other in shapes:
+        x, y = some(*shape), some(*other)
+        yield from (lambda f=f, x=x, y=y: (f(x, y), f(y, x)) for f in BINARY[:4])
+        yield lambda x=x, y=y: (x == y, x < y, x > y, torch.where(x > y, x, 0), torch.where(x > y, x, y))
+        yield lambda x=x, y=y: x.masked_fill(y == 0, float("-inf"))
+        yield from (lambda f=f, x=x, y=y: f(x.clone(), y) for f in INTO)
+
+
 def _reduced(shape: tuple[int, ...]) -> Iterator[Callable[[], Any]]:
     for dtype in (torch.float32, torch.float64, torch.int64, torch.bool):
         x = some(*shape, dtype=dtype)
@@ -135,6 +169,22 @@ def _reduced(shape: tuple[int, ...]) -> Iterator[Callable[[], Any]]:
         yield lambda f=f, x=x: (f(x, -1), trained(lambda x: f(x, -1).sum(), x))
     yield lambda x=x: x.norm()
     yield lambda x=x: trained(lambda x: x.mean() + x.sum(), x)
+
+
+def _reduced_in_dims(shape: tuple[int, ...]) -> Iterator[Callable[[], Any]]:
+    x = some(*shape)
+    for count in range(1, len(shape) + 1):
+        for dims in itertools.combinations(range(len(shape)), count):
+            yield lambda dims=dims: (x.sum(dims), x.sum(dims, keepdim=True))
+    for dim in range(-1, len(shape)):
+        yield lambda dim=dim: (x.mean(dim), x.mean(dim, keepdim=True), x.sum(dim), x.sum(dim, keepdim=True))
+    for dims in ((2, 3), (-2, -1), (0, 2, 3), (0, 1), (1, 2)):
+        yield lambda dims=dims: (x.mean(dims), x.mean(dims, keepdim=True))
+    yield lambda: (x.sum(), x.mean(), x.amax(-1), x.amax(-1, keepdim=True), x.argmax(-1), x.max(-1), x.any(), x > 0)
+    yield lambda: x.mean((-1, -2), keepdim=True) + x.mean((-2, -1), keepdim=True)
+    for dim in range(-1, len(shape)):
+        yield lambda dim=dim: trained(lambda x: (x.softmax(dim) + x.log_softmax(dim)).sum(), x)
+        yield lambda dim=dim: (x.softmax(dim), x.log_softmax(dim), x.cumsum(dim), x.argmax(dim), x.norm(dim=dim))
 
 
 def _products() -> Iterator[Callable[[], Any]]:
@@ -189,7 +239,7 @@ def _layers() -> Iterator[Callable[[], Any]]:
             x = some(*shape, dtype=dtype)
             for activation in (F.relu, torch.tanh, torch.sigmoid, F.gelu, F.silu, torch.exp, torch.log, torch.sqrt):
                 yield lambda activation=activation, x=x: trained(lambda x: activation(x).sum(), x)
-    for shape in ((A, B), (A, B, C)):
+    for shape in ((A, B), (A, B, C), (1, B, C), (1, 1, C), (1, B), (A, B, C, D)):
         x = some(*shape)
         weights = some(shape[-1]), some(shape[-1])
         yield lambda x=x, w=weights: trained(lambda x, *w: F.layer_norm(x, x.shape[-1:], *w).sum(), x, *w)
@@ -200,6 +250,18 @@ def _layers() -> Iterator[Callable[[], Any]]:
         yield lambda x=x, w=weights: trained(
             lambda x, *w: F.batch_norm(x, torch.zeros_like(w[0]), torch.ones_like(w[0]), *w, training=True).sum(), x, *w
         )
+    for spatial in ((C, D), (C, C), (1, 1)):
+        x = some(A, B, *spatial)
+        for weights in ((some(E, B, 1, 1), some(E)), (some(E, B, 1, 1),), (some(B, B, 1, 1),)):
+            yield lambda x=x, w=weights: trained(lambda x, *w: F.conv2d(x, *w).sum(), x, *w)
+            yield lambda x=x, w=weights: trained(lambda *w: F.conv2d(x, *w).sum(), *w)
+        for is_training in (False, True):
+            yield lambda x=x, is_training=is_training: F.batch_norm(
+                x, *(some(B) for _ in range(4)), training=is_training
+            )
+        yield lambda x=x: (x.clone().relu_(), F.silu(x.clone(), inplace=True), F.adaptive_avg_pool2d(x, 1))
+    for shape in ((A, B), (A, B, C), (1, B, C), (A, B, C, D)):
+        yield lambda shape=shape: trained(lambda x: F.dropout(x, 0.1).sum(), some(*shape))
     for places in (
         some(A, dtype=torch.int64),
         some(C, D, dtype=torch.int64),
@@ -257,6 +319,18 @@ def _rearranged() -> Iterator[Callable[[], Any]]:
         for shape in ((), (A,), (A, B)):
             y = some(*shape, dtype=dtype)
             yield from (lambda y=y, n=n: torch.stack([y] * n) for n in range(2, 5))
+        yield lambda dtype=dtype: torch.arange(A, dtype=dtype, device="tpu")
+        yield lambda dtype=dtype: torch.arange(1, A, dtype=dtype, device="tpu")
+        for shape in ((A, B, C), (1, B, C), (1, 1, C), (A, B, C, D), (1, B, C, D), (1, B, 1, D), (1, A), (A, 1)):
+            y = some(*shape, dtype=dtype)
+            for dim in range(len(shape)):
+                new, one = ([*shape[:dim], size, *shape[dim + 1 :]] for size in (E, 1))
+                yield lambda y=y, new=new, dim=dim, dtype=dtype: torch.cat([y, some(*new, dtype=dtype)], dim)
+                yield lambda y=y, one=one, dim=dim, dtype=dtype: torch.cat([y, some(*one, dtype=dtype)], dim)
+                yield lambda y=y, dim=dim: (torch.cat([y, y], dim), torch.stack([y, y], dim))
+                yield lambda y=y, new=new, dim=dim, dtype=dtype: torch.cat([y, some(*new, dtype=dtype)], dim - y.dim())
+                yield lambda y=y, one=one, dim=dim, dtype=dtype: torch.cat([y, some(*one, dtype=dtype)], dim - y.dim())
+                yield lambda y=y, dim=dim: (torch.cat([y, y], dim - y.dim()), torch.stack([y, y], dim - y.dim() - 1))
         yield lambda dtype=dtype: torch.cat([some(A, dtype=dtype), some(B, dtype=dtype)])
         yield lambda dtype=dtype: torch.cat([some(A, dtype=dtype), some(A, dtype=dtype)])
         yield lambda x=x: x.argmax(-1, keepdim=True)
@@ -276,10 +350,13 @@ def ordinary_ops() -> list[Op]:
             found.setdefault(list(templates.patterns(described(op)))[-1][0], op)
         plan.failed(NotImplementedError("it is only looked at"))
 
-    startup.engine()
+    recovery = startup.engine()._executor._recovery
+    recovery._may_run_again = lambda *_: False  # nor in parts
     startup._lazy.plan = note  # type: ignore[method-assign]
     for call in ordinary():
-        with contextlib.suppress(NotImplementedError, RuntimeError, TypeError):  # what PyTorch has not in this dtype
+        with contextlib.suppress(
+            NotImplementedError, RuntimeError, TypeError, OSError, IndexError
+        ):  # what PyTorch has not in this dtype
             _C.forget_streams()  # where a number is seen for the first time it is not a run-time input
             made = call()
             torch.tpu.synchronize()
@@ -314,17 +391,16 @@ def shaped(op: Op, shape: tuple[Any, ...]) -> Op:
     return changed
 
 
-def sizes_of(op: Op) -> list[int]:
-    """What letters stand for in its description."""
-    *_, (_, sizes) = templates.patterns(described(op))
-    return [int(size) for letter, size in sizes.items() if letter != templates.COUNT]
+def without_count(sizes: Mapping[str, str]) -> dict[str, str]:
+    """The single sizes."""
+    return {letter: size for letter, size in sizes.items() if letter != templates.COUNT}
 
 
-def sized(op: Op, new: Sequence[Any]) -> Op:
-    """The op with other single sizes."""
-    sizes = dict(zip(sizes_of(op), new, strict=False))
-    changed: Op = resized(op, lambda shape: tuple(sizes.get(size, size) for size in shape))
-    return changed
+def described_with(pattern: str, letters: Sequence[str], sizes: Sequence[int]) -> str:
+    """The description of an op with these sizes for the letters of its pattern."""
+    named = dict(zip(letters, map(str, sizes), strict=True))
+    described = re.sub(r"\b[A-M](?=x)|(?<=x)[A-M](?=x)", lambda found: named[found[0]], pattern)
+    return re.sub(r"(?<=\bint:)[A-M]\b", lambda found: named[found[0]], described)
 
 
 class Maker:
@@ -347,28 +423,42 @@ class Maker:
         sizes = dict(templates.patterns(described(op)))[made[0]]
         if self._tracer.trace([(op, entry)])[0] != made[1].filled(sizes):
             return False
-        return self._decides_nothing_by_shape(op, entry) if SHAPE in sizes else self._decides_nothing_by_size(op, entry)
+        if SHAPE in sizes:
+            return self._decides_nothing_by_shape(op, entry)
+        letters = list(without_count(sizes))
+        return learned_templates.decides_nothing(self._tracer, op, entry, without_count(sizes), letters)
 
     def _of_shape(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
         """A template for whatever shape."""
         if SHAPE not in next(templates.patterns(described(op)))[1] or not self._decides_nothing_by_shape(op, entry):
             return None
-        return self._checked(shaped(op, SENTINELS[:2]), [shaped(op, shape) for shape in SHAPES], entry)
+        ops = [shaped(op, shape) for shape in (SENTINELS[:2], *SHAPES)]
+        try:
+            made = self._tracer.trace([(op, entry) for op in ops])
+        except Exception:  # noqa: BLE001 - an op that cannot be traced with these sizes
+            return None
+        pattern, _ = next(templates.patterns(described(op)))
+        return self._of_fragments(pattern, 0, entry, list(zip(map(described, ops), made, strict=True)))
 
     def _of_sizes(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
         """A template for whatever sizes."""
-        if len(sizes_of(op)) > len(SENTINELS) or not self._decides_nothing_by_size(op, entry):
+        *_, (pattern, sizes) = templates.patterns(described(op))
+        letters = [letter for letter in sizes if letter != templates.COUNT]
+        if len(letters) > len(SENTINELS) or not learned_templates.decides_nothing(
+            self._tracer, op, entry, without_count(sizes), letters
+        ):
             return None
-        return self._checked(sized(op, SENTINELS), [sized(op, new) for new in SIZES], entry, is_shape=False)
+        old = [int(sizes[letter]) for letter in letters]
+        try:
+            asked = [(op, entry, dict(zip(old, new, strict=False))) for new in (SENTINELS, *SIZES)]
+            made = self._tracer.resized(asked)
+        except Exception:  # noqa: BLE001 - an op that cannot be traced with these sizes
+            return None
+        found = [(described_with(pattern, letters, [became[n] for n in old]), one) for one, became in made]
+        return self._of_fragments(pattern, -1, entry, found)
 
     def _decides_nothing_by_shape(self, op: Op, entry: LoweringEntry) -> bool:
         return not any(self._decisions(lambda symbols, s=s: shaped(op, symbols.sizes(s)), entry) for s in SYMBOLIC)
-
-    def _decides_nothing_by_size(self, op: Op, entry: LoweringEntry) -> bool:
-        """Single sizes differ."""
-        pairs = list(itertools.permutations("abcd", 2))
-        different = {f"{x} - {y}" for x, y in pairs} | {f"-1*{x} + {y}" for x, y in pairs}
-        return different.issuperset(self._decisions(lambda symbols: sized(op, symbols.sizes("abcd")), entry))
 
     def _decisions(self, of: Callable[[Symbols], Op], entry: LoweringEntry) -> tuple[str, ...]:
         """What tracing an op with symbolic sizes took for other than 0 without knowing."""
@@ -377,37 +467,34 @@ class Maker:
             op = of(symbols)
             trace = tracing._Trace(op, entry, self._context, self._platform, "off")
             structs = [tracing._struct(parameter) for parameter in trace.parameters]
-            with symbols._undecided, startup.engine().client.tracing():
-                jax.make_jaxpr(trace.function("op"))(*structs)
+            with startup.engine().client.tracing():
+                symbols.trace(trace.function("op"), structs)
         except Exception as error:  # noqa: BLE001 - whatever cannot be done with symbolic sizes
             return (repr(error),)
         return symbols.unequal()
 
-    def _checked(
-        self, sentinel: Op, others: Sequence[Op], entry: LoweringEntry, *, is_shape: bool = True
+    def _of_fragments(
+        self, pattern: str, place: int, entry: LoweringEntry, found: Sequence[tuple[str, tracing.Fragment]]
     ) -> tuple[str, FragmentTemplate] | None:
-        """The template of an op with sizes that no text has, if it is right for others."""
-        place = 0 if is_shape else -1
-        try:
-            first, *traced = self._tracer.trace([(op, entry) for op in (sentinel, *others)])
-        except Exception:  # noqa: BLE001 - an op that cannot be traced with these sizes
+        """The template of the first, by description, which has sizes that no text has, if it is right for the others
+        that have the pattern."""
+        sizes = [dict(list(templates.patterns(description))[place:][:1]).get(pattern) for description, _ in found]
+        checked = [(s, one) for s, (_, one) in zip(sizes, found, strict=True) if s is not None]
+        if len(checked) < 3 or sizes[0] is None:
             return None
-        pattern, sizes = list(templates.patterns(described(sentinel)))[place]
-        template = templates.template_of(entry.name, first, sizes)
-        if template is None:
+        # What is the same in all, as the 2 of a stack of two, is no size.
+        varying = {letter: size for letter, size in sizes[0].items() if len({s[letter] for s, _ in checked}) > 1}
+        template = templates.template_of(entry.name, found[0][1], varying)
+        if template is None or any(template.filled(s) not in (None, one) for s, one in checked):
             return None
-        for op, fragment in zip(others, traced, strict=True):
-            found, sizes = list(templates.patterns(described(op)))[place]
-            if found == pattern and template.filled(sizes) not in (None, fragment):
-                return None
         return pattern, template
 
 
-def make(found: Sequence[Op]) -> dict[str, Any]:
-    """What the file holds of these ops."""
+def make(found: Sequence[Op]) -> dict[str, dict[str, Any]]:
+    """What the files hold, by op."""
     makers = {platform: Maker(platform) for platform in PLATFORMS}
-    made: dict[tuple[str, str], list[str]] = {}
-    homes = set()
+    made: dict[str, dict[tuple[str, str], list[str]]] = {}
+    sources: dict[str, dict[str, str]] = {}
     for count, op in enumerate(found):
         first: tuple[str, FragmentTemplate] | None = None
         for platform, maker in makers.items():
@@ -417,18 +504,24 @@ def make(found: Sequence[Op]) -> dict[str, Any]:
             if template is None:
                 break
             first = first or template
-            homes.add(inspect.unwrap(entry.function).__module__)
-            platforms = made.setdefault((template[0], json.dumps(template[1])), [])
+            home = inspect.unwrap(entry.function).__module__
+            sources.setdefault(op.name, {})[home] = templates.digest_of_sources(home)
+            platforms = made.setdefault(op.name, {}).setdefault((template[0], json.dumps(template[1])), [])
             if platform not in platforms:
                 platforms.append(platform)
-        print(f"\r{count + 1} of {len(found)} ops, {len(made)} templates ", end="", file=sys.stderr)
-    rows = sorted([platforms, pattern, *json.loads(template)] for (pattern, template), platforms in made.items())
-    sources = {home: templates.digest_of_sources(home) for home in sorted(homes)}
-    return {"jax": jax.__version__, "sources": sources, "templates": rows}
+        print(f"\r{count + 1} of {len(found)} ops ", end="", file=sys.stderr)
+    return {
+        name: {
+            "jax": jax.__version__,
+            "sources": dict(sorted(sources[name].items())),
+            "templates": sorted([platforms, pattern, *json.loads(t)] for (pattern, t), platforms in rows.items()),
+        }
+        for name, rows in made.items()
+    }
 
 
 def text_of(held: Mapping[str, Any]) -> str:
-    """The file's text: a line for each template."""
+    """A file's text: a line for each template."""
     rows = ",\n".join(json.dumps(row) for row in held["templates"])
     head = json.dumps({key: value for key, value in held.items() if key != "templates"}, indent=0)
     return f'{head.rstrip("}").rstrip()},\n"templates": [\n{rows}\n]}}\n'
@@ -442,11 +535,16 @@ def main() -> None:
     first, step = map(int, options.part.split("/"))
     made = make(ordinary_ops()[first::step])
     if not options.check:
-        FILE.write_text(text_of(made))
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        FOLDER.mkdir()
+        for name, held in made.items():
+            templates.file_of(FOLDER, name).write_text(text_of(held))
         return
-    held = json.loads(FILE.read_text())
-    if missing := [row for row in made["templates"] if row not in held["templates"]]:
-        sys.exit(f"not in {FILE}, or other there: {missing}; python packaging/fragment_templates.py makes it anew")
+    for name, new in made.items():
+        file = templates.file_of(FOLDER, name)
+        old = json.loads(file.read_text())["templates"] if file.exists() else []
+        if missing := [row for row in new["templates"] if row not in old]:
+            sys.exit(f"not in {file}, or other there: {missing}; python packaging/fragment_templates.py makes it anew")
 
 
 if __name__ == "__main__":

@@ -151,9 +151,10 @@ def table_of(lowerings: Mapping[str, Lowering]) -> Lowerings:
 
 def make_engine(**changes: Any) -> Engine:
     knobs = {**KNOBS, **changes.pop("knobs", {})}
+    lowerings = changes.pop("lowerings", TABLE)
     options: dict[str, Any] = {
         "platform": "cpu", "num_devices": 2, "counters": Counters(), "knob": knobs.__getitem__,
-        "lowerings": table_of(changes.pop("lowerings", TABLE)),
+        "lowerings": lowerings if isinstance(lowerings, Lowerings) else table_of(lowerings),
     }  # fmt: skip
     return Engine(**{**options, **changes})
 

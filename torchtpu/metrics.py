@@ -27,7 +27,7 @@ def snapshot() -> dict[str, Any]:
 
     - `programs_compiled`, `compiles_abandoned` (nobody wanted them any more), `compile_ms`, `load_ms`, `lower_ms`,
       `plan_hits_disk`, `fragment_traces` (ops that jax traced), `fragments_from_templates` (that came with the
-      package), `cache_hits_memory`, `cache_hits_disk`, `cache_misses`.
+      package, or were made of other sizes), `cache_hits_memory`, `cache_hits_disk`, `cache_misses`.
     - `launches`, `uploads`, `bytes_uploaded`, `downloads`, `bytes_downloaded`.
     - `tiers`: {tier: {programs, compile_ms, launches}}, the programs compiled and launched as `pieces`, which regions
       share, `quick`, `usual`, `whole` (regions of repeated parts as one program), and `swept` (other compile options).

@@ -339,7 +339,7 @@ def lowerings() -> Lowerings:
 
     served = _lazy.served
     table = ops.LOWERINGS, ops.PLATFORM_LOWERINGS
-    return Lowerings(*table, lambda name: served.get(name, name), ops.Context, Path(ops.__path__[0], "templates.json"))
+    return Lowerings(*table, lambda name: served.get(name, name), ops.Context, Path(ops.__path__[0], "templates"))
 
 
 def _make_fragments() -> Any:

@@ -39,7 +39,7 @@ class Lowerings(NamedTuple):
     """The lowerings, handed in from above.
 
     `find` gives the functional op name that serves a recorded one; `context` makes the object that lowerings ask
-    (`torchtpu.ops.registry.Context`); `templates` is the file of what was traced of them beforehand.
+    (`torchtpu.ops.registry.Context`); `templates` is the folder of what was traced of them beforehand.
     """
 
     general: Mapping[str, LoweringEntry]

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from torchtpu.compiler_cache import Key, Store
+from torchtpu.compiler_cache import Key, Note, Store
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.calls import LoweringEntry, Lowerings, Parameter, describe_results, parameters, results_of
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
@@ -23,6 +23,7 @@ from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
 from . import fingerprint
+from .learned_templates import LearnedTemplates
 from .templates import Templates
 from .tracing import Fragment, Tracer, explained
 
@@ -55,6 +56,7 @@ class Fragments:
         self._tracer = Tracer(client, self.platform, lowerings.context)
         self._tracing = (Tracer.__module__, type(client).__module__)
         self._templates = Templates(lowerings.templates, self.platform)
+        self._learned = LearnedTemplates(self._tracer)
         self._store = store
         self._counters = counters
         self._lock = threading.Lock()  # held while fragments are added
@@ -143,7 +145,7 @@ class Fragments:
 
     def _add(self, missing: dict[str, Op], watched: str) -> dict[str, Fragment]:
         added: dict[str, Fragment] = {}
-        waiting: list[tuple[str, Op, LoweringEntry]] = []
+        waiting: dict[str, tuple[Op, LoweringEntry]] = {}
         for key, op in missing.items():
             known = self._find(key)  # another thread may have been here
             if known is not None:
@@ -151,40 +153,64 @@ class Fragments:
                 continue
             try:
                 entry = self._lowerings.entry(op.name, self.platform)
-                found = self._brought_along(key, op, entry)
+                found = self._by_template(key, op, entry)
                 if found is None and self._store.keeps and entry.persists:
                     found = self._store.load(self._disk_key(key, entry), functools.partial(_decode, op=op))
                     self._counters.fragment_hits_disk += found is not None
+                    if found is not None and op.padding is None:
+                        self._learned.note(key, found)
             except Exception as error:
                 raise explained(op, error) from error
             if found is None:
-                waiting.append((key, op, entry))
+                waiting[key] = op, entry
             else:
                 added[key] = found
-        for first in range(0, len(waiting), _BATCH):
-            added.update(self._trace(waiting[first : first + _BATCH], watched))
+        added.update(self._trace_most(waiting, watched))
         for key, fragment in added.items():
             self._keep(key, fragment)
         return added
 
-    def _brought_along(self, key: str, op: Op, entry: LoweringEntry) -> Fragment | None:
+    def _by_template(self, key: str, op: Op, entry: LoweringEntry) -> Fragment | None:
         """The op's fragment by a template; None where there is none."""
         found = None
-        if op.padding is None:
+        if op.padding is None and entry.persists:
             with self.bailouts.attempt("template", op.line):
-                found = self._templates.find(key, entry)
+                found = self._templates.find(key, entry) or self._learned.find(key)
                 self._counters.fragments_from_templates += found is not None
         return found
 
-    def _trace(self, waiting: list[tuple[str, Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
-        started = time.perf_counter()
-        traced = self._tracer.trace([(op, entry) for _, op, entry in waiting], watched)
-        self._counters.fragment_traces += len(traced)
-        build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
-        for (key, op, entry), fragment in zip(waiting, traced, strict=True):
-            if self._store.keeps and entry.persists:
-                self._store.put(self._disk_key(key, entry), _encode(fragment), {"op": op.name, "build_ms": build_ms})
-        return {key: fragment for (key, _, _), fragment in zip(waiting, traced, strict=True)}
+    def _trace_most(self, waiting: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
+        """The fragments of all ops: as many are traced as make templates for the others."""
+        general = [key for key, (op, entry) in waiting.items() if op.padding is None and entry.persists]
+        others = dict.fromkeys(self._learned.others(general))
+        made = self._trace({key: waiting[key] for key in waiting if key not in others}, watched)
+        if others:
+            asked = {key: waiting[key] for key in others}
+            with self.bailouts.attempt("template", next(iter(asked.values()))[0].line):
+                self._learned.learn(asked, watched)
+                made |= {key: fragment for key in others if (fragment := self._learned.find(key)) is not None}
+                self._counters.fragments_from_templates += len(made) - len(waiting) + len(others)
+            made |= self._trace({key: each for key, each in asked.items() if key not in made}, watched)
+        return made
+
+    def _trace(self, waiting: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
+        made: dict[str, Fragment] = {}
+        keys = list(waiting)
+        for first in range(0, len(keys), _BATCH):
+            batch = keys[first : first + _BATCH]
+            started = time.perf_counter()
+            traced = self._tracer.trace([waiting[key] for key in batch], watched)
+            self._counters.fragment_traces += len(traced)
+            build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
+            for key, fragment in zip(batch, traced, strict=True):
+                op, entry = waiting[key]
+                made[key] = fragment
+                if op.padding is None and entry.persists:
+                    self._learned.note(key, fragment)
+                if self._store.keeps and entry.persists:
+                    facts: Note = {"op": op.name, "build_ms": build_ms}
+                    self._store.put(self._disk_key(key, entry), _encode(fragment), facts)
+        return made
 
     def _disk_key(self, key: str, entry: LoweringEntry) -> Key:
         parts = {

@@ -6,6 +6,7 @@ A, B, ... are single sizes.
 
     relu(tensor<Sxf32>)->(tensor<Sxf32>) None                                   of tensor<7x1x5xf32>: S is 7x1x5
     sum.dim_IntList(tensor<AxBxf32>,[,int:1,],...)->(tensor<Axf32>) None        of tensor<3x5xf32>: A is 3, B is 5
+    native_layer_norm(tensor<AxBxf32>,[,int:B,],...)->(tensor<AxBxf32>,...) None of tensor<3x5xf32>: also an int is 5
     ... func.func private @0(%arg0: tensor<$Ax$Bxf32>) -> (tensor<$Axf32>) { ...
 
 Invariant: single sizes are all different and at least 2; those of 0 and 1 stand as they are. A template counts only
@@ -33,6 +34,7 @@ from .tracing import Fragment, symbol_of
 
 _DIMENSIONS = re.compile(r"(?<=tensor<)\d+(?:x\d+)*(?=x)")
 _NUMBER = re.compile(r"\d+")
+_INT = re.compile(r"(?<=\bint:)\d+\b")
 _FLOAT = re.compile(r"\b\d\.\d{6}e\+\d\d\b")
 _FILLED = re.compile(r"\$(e?[A-Z])")
 _MOST_EXACT = 2**24  # integers that every float type of a lowering's constants has
@@ -72,41 +74,57 @@ class FragmentTemplate(NamedTuple):
 
 
 class Templates:
-    """The templates of a platform, in a file that is read when the first one is wanted."""
+    """The templates of a platform, in a folder with a file for each op, which is read when the op comes first."""
 
-    def __init__(self, file: Path | None, platform: str) -> None:
-        self._file = file
+    def __init__(self, folder: Path | None, platform: str) -> None:
+        self._folder = folder
         self._platform = platform
+        self._loaded: dict[str, _OfAnOp] = {}
 
     def find(self, description: str, entry: LoweringEntry) -> Fragment | None:
         """The fragment of an op with this description and lowering, if a template has it."""
+        of_op = self._of(description.partition("(")[0])
         home = inspect.unwrap(entry.function).__module__
         for pattern, sizes in patterns(description):
-            template = self._loaded.templates.get(pattern)
-            if template is not None and self._loaded.sources.get(home) == digest_of_sources(home):
+            template = of_op.templates.get(pattern)
+            if template is not None and of_op.sources.get(home) == digest_of_sources(home):
                 return template.filled(sizes)
         return None
 
-    @functools.cached_property
-    def _loaded(self) -> _Loaded:
-        if self._file is None or not self._file.exists():
-            return _Loaded({}, {})
-        held = json.loads(self._file.read_text())
+    def _of(self, op: str) -> _OfAnOp:
+        found = self._loaded.get(op)
+        if found is None:
+            found = self._loaded[op] = self._load(op)
+        return found
+
+    def _load(self, op: str) -> _OfAnOp:
+        try:
+            held = json.loads(file_of(self._folder, op).read_text()) if self._folder is not None else None
+        except FileNotFoundError:
+            held = None
+        if held is None:
+            return _OfAnOp({}, {})
         found = {
             key: FragmentTemplate(*fields)
             for platforms, key, *fields in held["templates"]
             if self._platform in platforms
         }
-        return _Loaded(held["sources"], found)
+        return _OfAnOp(held["sources"], found)
 
 
-class _Loaded(NamedTuple):
+class _OfAnOp(NamedTuple):
     sources: Mapping[str, str]  # of each module of lowerings: of what sources its templates were made
     templates: Mapping[str, FragmentTemplate]
 
 
+def file_of(folder: Path, op: str) -> Path:
+    """Where the templates of `add.Tensor` are."""
+    return folder / f"{op}.json"
+
+
 def patterns(description: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """A description with letters for sizes, and what these stand for; the one that tells least comes first."""
+    """A description with letters for sizes, and what these stand for: for one shape of all arrays, for single sizes,
+    and for these where they are int arguments too."""
     shapes = set(_DIMENSIONS.findall(description))
     count: dict[str, str] = {}
     if len(shapes) == 1:
@@ -120,10 +138,12 @@ def patterns(description: str) -> Iterator[tuple[str, dict[str, str]]]:
         size = found[0]
         return size if size in {"0", "1"} else letters.get(size) or letters.setdefault(size, next(free, "?"))
 
-    yield (
-        _DIMENSIONS.sub(lambda found: _NUMBER.sub(lettered, found[0]), description),
-        count | {letter: size for size, letter in letters.items()},
-    )
+    pattern = _DIMENSIONS.sub(lambda found: _NUMBER.sub(lettered, found[0]), description)
+    sizes = count | {letter: size for size, letter in letters.items()}
+    yield pattern, sizes
+    linked = _INT.sub(lambda found: letters.get(found[0], found[0]), pattern)
+    if linked != pattern:
+        yield linked, sizes
 
 
 def template_of(op: str, fragment: Fragment, sizes: Mapping[str, str]) -> FragmentTemplate | None:

@@ -6,11 +6,12 @@ costs more than a lowering. Its text is then taken apart into the functions of e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +30,9 @@ from torchtpu.runtime.ir.calls import (
 )
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, PaddedExtent, Random, Scalar, Symbolic, Write
 from torchtpu.runtime.ir.types import tensor_type
+
+if TYPE_CHECKING:
+    from torchtpu.runtime.padding.evaluate import Symbols
 
 _MOST_TRACED = 2048  # ops, of which jax keeps some 4 kB each
 
@@ -67,12 +71,36 @@ class Tracer:
 
     def trace(self, ops: Sequence[tuple[Op, LoweringEntry]], watched: str = "off") -> list[Fragment]:
         """A fragment per op; the error of a lowering names its op and line."""
+        return self._lowered(
+            [
+                (_Trace if op.padding is None else _PaddedTrace)(op, entry, self._context, self._platform, watched)
+                for op, entry in ops
+            ]
+        )
+
+    def resized(
+        self, ops: Sequence[tuple[Op, LoweringEntry, Mapping[int, Any]]], watched: str = "off"
+    ) -> list[tuple[Fragment, dict[int, int]]]:
+        """A fragment per op on arrays of other sizes, and what became of all sizes. They are given for those of the
+        arguments; those that only results have, as the lowering makes them."""
+        traces = [self._resized(*each, watched) for each in ops]
+        return [(made, trace.sizes) for made, trace in zip(self._lowered(traces), traces, strict=True)]
+
+    def decisions(
+        self, op: Op, entry: LoweringEntry, sizes: Mapping[int, Any], symbols: Symbols, watched: str = "off"
+    ) -> tuple[str, ...]:
+        """What tracing an op, with symbols for some sizes, took for other than 0 without knowing."""
+        trace = self._resized(op, entry, sizes, watched)
+        with self._client.tracing():
+            symbols.trace(trace.function("op"), [_struct(p) for p in trace.parameters])
+        return symbols.unequal()
+
+    def _resized(self, op: Op, entry: LoweringEntry, sizes: Mapping[int, Any], watched: str) -> _ResizedTrace:
+        return _ResizedTrace(op, entry, self._context, self._platform, watched, sizes)
+
+    def _lowered(self, traces: Sequence[_Trace]) -> list[Fragment]:
         import jax
 
-        traces = [
-            (_Trace if op.padding is None else _PaddedTrace)(op, entry, self._context, self._platform, watched)
-            for op, entry in ops
-        ]
         with self._client.tracing():
             inner = [jax.jit(trace.function(f"torchtpu_op_{i}")) for i, trace in enumerate(traces)]
 
@@ -82,7 +110,7 @@ class Tracer:
             groups = [[_struct(p) for p in trace.parameters] for trace in traces]
             traced = jax.jit(every, keep_unused=True).trace(*groups)
             module = traced.lower(lowering_platforms=(self._platform,)).as_text()
-        self._num_traced += len(ops)
+        self._num_traced += len(traces)
         if self._num_traced >= _MOST_TRACED:
             self._num_traced = 0
             self._client.forget_traces()
@@ -135,7 +163,7 @@ class _Trace:
             self._watch(arrays, made)
         return made + [ok for ok, _, _ in self._context.checks]
 
-    def _call(self, given: Iterator[Any], size_of: Callable[[str], Any] | None = None) -> list[Any]:
+    def _call(self, given: Iterator[Any], size_of: Callable[[Any], Any] | None = None) -> list[Any]:
         schema = schema_of(self._op.name)
         positional, named = bind(schema, [_rebuild(a, given, size_of) for a in self._op.args])
         if self._entry.takes_context:
@@ -178,6 +206,58 @@ class _Trace:
 def symbol_of(op: str, text: str) -> str:
     """The name of an op's function, whose text has the name @0."""
     return f"{_NO_NAME.sub('_', op)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+class _ResizedTrace(_Trace):
+    """An op on arrays of other sizes than it was recorded with."""
+
+    def __init__(self, *args: Any) -> None:
+        *most, given = args
+        self.sizes = dict(given)
+        super().__init__(*most)
+        self.parameters = [
+            dataclasses.replace(p, sizes=self._of(p.sizes)) if isinstance(p, Operand) else p for p in self.parameters
+        ]
+
+    def _of(self, sizes: tuple[int, ...]) -> tuple[Any, ...]:
+        return tuple(self.sizes.get(size, size) for size in sizes)
+
+    def _sizes_of_results(self) -> tuple[tuple[tuple[Any, ...], torch.dtype], ...]:
+        taken = {size for p in parameters(self._op)[1] if isinstance(p, Operand) for size in p.sizes}
+        taken |= set(_ints(self._op.args))
+        made = {size for r in results_of(self._op) for size in r.sizes}
+        self.sizes |= {size: _UNKNOWN for size in made - taken if size > 1}
+        return tuple((self._of(r.sizes), r.dtype) for r in results_of(self._op))
+
+    def _call(self, given: Iterator[Any], size_of: Callable[[Any], Any] | None = None) -> list[Any]:
+        made = super()._call(given, lambda size: self.sizes.get(size, size))
+        for array, result in zip(made, results_of(self._op), strict=True):
+            for found, size in zip(array.shape, result.sizes, strict=True):
+                if self.sizes.get(size) is _UNKNOWN:
+                    self.sizes[size] = found
+        self._results = tuple((self._of(r.sizes), r.dtype) for r in results_of(self._op))
+        return made
+
+
+def _ints(value: Any) -> Iterator[int]:
+    """The ints in an argument."""
+    if type(value) is int:
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _ints(item)
+
+
+class _Unknown:
+    """A size that follows from others; a lowering that asks for it cannot be traced without."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("a size that is not known yet")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_UNKNOWN = _Unknown()
 
 
 class _PaddedTrace(_Trace):
@@ -253,8 +333,8 @@ _SYMBOL = re.compile(r"(?<!custom_call )@([\w.$-]+)")
 _NO_NAME = re.compile(r"[^0-9A-Za-z_]")
 
 
-def _rebuild(value: Any, given: Iterator[Any], size_of: Callable[[str], Any] | None = None) -> Any:
-    """An argument as the lowering gets it, with the traced arrays in its place."""
+def _rebuild(value: Any, given: Iterator[Any], size_of: Callable[[Any], Any] | None = None) -> Any:
+    """An argument as the lowering gets it, with the traced arrays in its place; `size_of` may change its ints."""
     import jax.numpy as jnp
 
     kind = type(value)
@@ -269,6 +349,8 @@ def _rebuild(value: Any, given: Iterator[Any], size_of: Callable[[str], Any] | N
     if kind is Symbolic:
         assert size_of is not None
         return size_of(value.text)
+    if kind is int and size_of is not None:
+        return size_of(value)
     return value
 
 

@@ -89,6 +89,11 @@ class Symbols:
         """The expressions that the trace took for other than 0 without knowing."""
         return self._undecided.texts()
 
+    def trace(self, function: Callable[..., list[Any]], structs: Sequence[Any]) -> Any:
+        """The jaxpr of a function of arrays with symbolic sizes."""
+        with self._undecided:
+            return jax.make_jaxpr(function)(*structs)
+
     def evaluate(
         self,
         function: Callable[..., list[Any]],
@@ -103,8 +108,7 @@ class Symbols:
             jax.ShapeDtypeStruct(a.shape if p is None else self.sizes(p.shape), a.dtype, weak_type=a.weak_type)
             for a, p in zip(arrays, parts, strict=True)
         ]
-        with self._undecided:
-            closed = jax.make_jaxpr(function)(*structs)
+        closed = self.trace(function, structs)
         values = {name: count.astype(jnp.int32) for name, count in zip(self._bounds, counts, strict=True)}
         sizes = Sizes(self._bounds, values)
         fitted = [fit(a, sizes.shape(s.shape)) for a, s in zip(arrays, structs, strict=True)]
