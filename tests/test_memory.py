@@ -24,7 +24,7 @@ from torchtpu import config, metrics, startup
 from torchtpu.runtime.compile import capacity
 from torchtpu.runtime.execute import fitting
 from torchtpu.runtime.execute.memory import Memory, PendingLaunch
-from torchtpu.runtime.lowering import tracing
+from torchtpu.runtime.lowering import learned_templates, tracing
 from torchtpu.runtime.telemetry.counters import Counters
 
 SCRIPT = Path(__file__).parent / "memory_script.py"
@@ -278,6 +278,7 @@ def test_random_shapes_and_ops_leave_nothing_behind(tmp_path: Path, kind: str, s
 
 def test_what_jax_traces_of_its_own_functions_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_MOST_TRACED", 8)
+    monkeypatch.setattr(learned_templates, "_MOST_TRIED", 0)  # each size is traced
     theirs = jax.jit(lambda x: x + 1)
     theirs.lower(jax.ShapeDtypeStruct((3,), "float32"))
     traces = metrics.snapshot()["fragment_traces"]
