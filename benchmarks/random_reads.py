@@ -2,7 +2,7 @@
 
 `tpu` reads nothing, `reads` the result of one op in each of 200 steps, drawn anew for each: it prints the tensor or
 reads an element.  One process each, interleaved; compiling counts, as no programs are on disk.  A loss that is itself
-read comes from a slice: it is not compared.
+read comes from a subgraph: it is not compared.
 
     python benchmarks/random_reads.py
     python benchmarks/random_reads.py --deterministic       # losses have to be equal bit by bit
@@ -104,7 +104,7 @@ def measure(way: str, workload: str) -> dict[str, Any]:
         "programs_before": first,
         "programs": counts["programs_compiled"],
         "programs_later": metrics.snapshot()["programs_compiled"] - counts["programs_compiled"],
-        "slices": counts["slices"],
+        "subgraphs": counts["subgraphs"],
         "read_cuts": counts["cuts"].get("read", 0),
         "read": read,
         "losses": [loss.item() for loss in losses],

@@ -109,7 +109,7 @@ class Work:
         self.program = program
         self.executable, self.device, self.floats, self.ints = executable, 0, floats, ints
         self.region, self.run = {"reason": "read", "line": "test.py:9"}, ""
-        self.is_slice = self.is_ahead = False
+        self.is_subgraph = self.is_ahead = False
         self._inputs, self._guards = inputs, list(guards)
         self.outputs: Any = None
         self.guards_made: list[Any] = []

@@ -61,7 +61,7 @@ class ReferenceEngine:
     programs: list[Program] = field(default_factory=list)
     executables: weakref.WeakSet[Executable] = field(default_factory=weakref.WeakSet)
     launches: int = 0
-    slices: int = 0
+    subgraphs: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def plan(self, plan: Any) -> None:
@@ -81,7 +81,7 @@ class ReferenceEngine:
             if error is not None:
                 return work.failed(error)
         errors = work.errors()
-        if errors and not work.is_slice:
+        if errors and not work.is_subgraph:
             return work.failed(errors[0][0])
         inputs = work.inputs()
         missing = {~i for i in range(len(inputs)) if any(bits >> i & 1 for _, bits in errors)}
@@ -92,8 +92,8 @@ class ReferenceEngine:
             work.failed(error)
         else:
             with self.lock:
-                self.launches += not work.is_slice
-                self.slices += work.is_slice
+                self.launches += not work.is_subgraph
+                self.subgraphs += work.is_subgraph
             for k, output in enumerate(outputs):
                 if output is None:
                     work.poison(k, errors[0][0])
@@ -151,8 +151,8 @@ class IdleEngine(ReferenceEngine):
         made = [bases[value] for value in program.outputs]
         work.done([Buffer(torch.zeros((), dtype=b.dtype).expand(b.shape)) for b in made], [])
         with self.lock:
-            self.launches += not work.is_slice
-            self.slices += work.is_slice
+            self.launches += not work.is_subgraph
+            self.subgraphs += work.is_subgraph
             self.ops_launched += len(program.ops)
 
 

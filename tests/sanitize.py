@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
-    *("recorder", "locks", "threads", "cuts", "reading", "slices", "materialization", "interrupts", "faults"),
+    *("recorder", "locks", "threads", "cuts", "reading", "subgraphs", "materialization", "interrupts", "faults"),
     *("leaks", "growth", "aliasing", "serialization", "distributed"),
 )
 # What the process loads before everything else: the runtimes of the compiler that built the extension.

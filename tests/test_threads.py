@@ -77,7 +77,7 @@ def test_a_thread_reads_anothers_pending_value() -> None:
 
     assert run_all(own, borrow) == [[3.0] * 3, [2.0] * 3]
     counts = metrics.snapshot()
-    assert counts["slices"] == 1
+    assert counts["subgraphs"] == 1
     assert "other_thread" not in counts["cuts"], "a read ended another thread's region"
 
 

@@ -240,7 +240,7 @@ class Executor:
             if outcome.is_known():
                 fault = outcome if outcome.failed() else None
                 outcome = None
-            elif not work.is_slice:  # its checks are the region's too
+            elif not work.is_subgraph:  # its checks are the region's too
                 with self._lock:
                     self._outcomes[device].append(outcome)
         guards = _guards(executable, outcome, pending) if outcome or pending else []

@@ -86,15 +86,15 @@ class Recovery:
     def _run_halves(self, work: Any, program: Program, error: Exception) -> None:
         parts = split(replace(program, donated=()), [len(program.ops) // 2])
         if not isinstance(work, PartWork):
-            self._counters.regions_taken_apart += not work.is_slice
-            if work.is_slice:
-                self._counters.bailouts.note("slice", error.__cause__ or error, program.line)
+            self._counters.regions_taken_apart += not work.is_subgraph
+            if work.is_subgraph:
+                self._counters.bailouts.note("subgraph", error.__cause__ or error, program.line)
         Sequence(program, parts, self._executable_of(parts, work.device)).run(work, self._launch, blamed=error)
 
     def roll_back(self, work: Any, error: BaseException, place: int) -> None:
-        """Fails a work whose op number `place` failed: computes what is there before it, but for a slice, which changes
-        no storage."""
-        if work.is_slice:
+        """Fails a work whose op number `place` failed: computes what is there before it, but for a subgraph, which
+        changes no storage."""
+        if work.is_subgraph:
             work.failed(error)
             return
         program: Program = work.program

@@ -212,7 +212,7 @@ class State:
         self.restored: dict[int, Restored] = {}
         self.device: int = work.device
         self.region: Any = work.region
-        self.is_slice: bool = work.is_slice
+        self.is_subgraph: bool = work.is_subgraph
         self.arrays = {~i: array for i, array in enumerate(work.inputs())}
         self.guards = {~i: guard for guard, inputs in work.guards() for i in _bits(inputs)}
         self.errors = {~i: error for error, inputs in work.errors() for i in _bits(inputs)}
@@ -274,7 +274,7 @@ class PartWork:
         "executable",
         "floats",
         "ints",
-        "is_slice",
+        "is_subgraph",
         "region",
     )  # fmt: skip
 
@@ -289,7 +289,7 @@ class PartWork:
         self.executable = executable
         self.device = state.device
         self.region = state.region
-        self.is_slice = state.is_slice
+        self.is_subgraph = state.is_subgraph
         self.floats = floats
         self.ints = ints
         self._state = state

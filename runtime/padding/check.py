@@ -20,7 +20,7 @@ from .arrays import PaddedWork
 class SecondLaunch:
     """The launch of a padded program with another surplus."""
 
-    is_slice = True  # its device-side checks are the first launch's
+    is_subgraph = True  # its device-side checks are the first launch's
 
     def __init__(self, client: Client, work: PaddedWork) -> None:
         self.error: BaseException | None = None  # why it was not made

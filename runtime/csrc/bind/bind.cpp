@@ -75,7 +75,7 @@ py::list by_input(const Work& work, Get&& get) {
   return pairs;
 }
 
-// An input without a value: it failed, or a slice goes without it.
+// An input without a value: it failed, or a subgraph goes without it.
 PyObject* error_of(const Buffer& buffer) {
   static PyObject* missing = py::handle(PyExc_RuntimeError)("tpu: not recorded yet").release().ptr();
   return buffer.state == BufferState::kError && !buffer.error ? missing : buffer.error;
@@ -125,7 +125,7 @@ py::dict stats() {
   d["array_shapes"] = num_bases();
   d["streams_forgotten"] = now.forgotten;
   d["regions"] = now.regions;
-  d["slices"] = now.slices;
+  d["subgraphs"] = now.subgraphs;
   d["cuts"] = cuts;
   d["live_buffers"] = buffers;
   d["live_nodes"] = live_nodes;
@@ -235,7 +235,7 @@ void bind_engine_types(py::module& m) {
              w.plan->direct = holder.cast<DirectLaunch*>();
              Py_XDECREF(std::exchange(w.plan->direct_holder, holder.release().ptr()));
            })
-      .def_property_readonly("is_slice", [](const Work& w) { return w.is_slice || w.ahead == Ahead::kTrying; })
+      .def_property_readonly("is_subgraph", [](const Work& w) { return w.is_subgraph || w.ahead == Ahead::kTrying; })
       .def_property_readonly("is_ahead", [](const Work& w) { return w.ahead == Ahead::kTrying; })
       .def_property_readonly("output_bytes", [](const Work& w) { return w.plan->output_bytes; })
       .def("errors", [](const Work& w) { return by_input(w, &error_of); })

@@ -56,7 +56,7 @@ BufferRef find_restored(Work& work, size_t output) {
 
 // A launch before its turn that fails, or that has more to say than its values, comes to nothing.
 bool gives_up(Work& work) {
-  if (work.is_slice || work.ahead == Ahead::kNo) return false;
+  if (work.is_subgraph || work.ahead == Ahead::kNo) return false;
   work.ahead = Ahead::kGivenUp;
   return true;
 }
@@ -156,7 +156,7 @@ void work_spoil(Work& work, size_t output, PyObject* error) {
   buffer->restored = find_restored(work, output);
   buffer->give_up_memory();
   buffer->state.store(BufferState::kError, std::memory_order_release);
-  if (!work.is_slice) keep_unseen(error);  // the region will fail too, if it is computed
+  if (!work.is_subgraph) keep_unseen(error);  // the region will fail too, if it is computed
 }
 
 void work_keep(Work& work, size_t output, PyObject* object, PyObject* guard) {
@@ -184,18 +184,18 @@ void work_take_back(Work& work, uint64_t seed, uint64_t offset) {
 
 void work_failed(Work& work, PyObject* error) {
   if (gives_up(work)) return;
-  if (!work.is_slice) fail_transaction(work, error);
-  if (!work.is_slice && work.transaction) {
+  if (!work.is_subgraph) fail_transaction(work, error);
+  if (!work.is_subgraph && work.transaction) {
     StateGuard guard(state_lock);
     work.transaction->undone.add(std::exchange(work.changes, {}), work.first_undone);
   }
   for (size_t i = 0; i < work.outputs.size(); i++) work_spoil(work, i, error);
   work.outputs.clear();
-  if (!work.is_slice) keep_unseen(error);
+  if (!work.is_subgraph) keep_unseen(error);
 }
 
 void work_passed(Work& work) {
-  if (work.is_slice || !work.transaction->error) return;
+  if (work.is_subgraph || !work.transaction->error) return;
   StateGuard guard(state_lock);
   work.transaction->undone.add(std::exchange(work.changes, {}));
 }

@@ -204,7 +204,7 @@ bool is_independent(const Work& work) {
   if (!work.plan || work.plan->state != Plan::kReady || work.ahead != Ahead::kNo || work.transaction->error)
     return false;
   bool takes_memory = std::ranges::any_of(work.plan->donated, std::identity());
-  return (work.plan->is_pure || work.is_slice) && !takes_memory;
+  return (work.plan->is_pure || work.is_subgraph) && !takes_memory;
 }
 
 // The first work of those that make a value, where all of these may overtake the works before them.  Under

@@ -73,7 +73,7 @@ struct Work {
   size_t first_undone = SIZE_MAX;            // of the draws, where an op before them has failed
   std::vector<BufferRef> restored;   // by output, where that fails and its storage held a value made in the region
   std::optional<Versions> versions;  // once an output has failed
-  bool is_slice = false;             // computes again, for a read, what its region will compute
+  bool is_subgraph = false;          // computes again, for a read, what its region will compute
   Ahead ahead = Ahead::kNo;          // changed by who holds queue->order
   std::atomic<bool> is_done{false};
   double cut_at = 0, finished_at = 0;  // seconds of the steady clock; finished_at is a marker's

@@ -29,7 +29,7 @@ at::Tensor known_on_host(Buffer& buffer) {
 
 }  // namespace
 
-Reading::Reading(const at::Tensor& t, bool may_slice)
+Reading::Reading(const at::Tensor& t, bool may_read_beside)
     : options_(t.options().device(at::kCPU)),
       is_conj_(t.is_conj()),
       is_neg_(t.is_neg()),
@@ -43,7 +43,7 @@ Reading::Reading(const at::Tensor& t, bool may_slice)
     line_ = current_line();
   }
   auto* s = storage_of(t);
-  value_ = may_slice ? materialize_to_read(s) : ReadValue{materialize(s, "read")};
+  value_ = may_read_beside ? materialize_to_read(s) : ReadValue{materialize(s, "read")};
 }
 
 Reading::~Reading() {
@@ -51,7 +51,7 @@ Reading::~Reading() {
 }
 
 bool Reading::is_sound() const {
-  if (!value_.is_slice || known_on_host(*value_.buffer).defined()) return true;
+  if (!value_.is_subgraph || known_on_host(*value_.buffer).defined()) return true;
   CountReading reading;
   wait_ready(value_.buffer);
   return value_.buffer->state == BufferState::kReady && (!value_.buffer->guard || has_passed(value_.buffer->guard));

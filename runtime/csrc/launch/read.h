@@ -8,10 +8,10 @@ namespace torchtpu {
 // A read that has begun: the value is on its way, whatever the tensor is changed to meanwhile.  Any thread may wait.
 class Reading {
  public:
-  explicit Reading(const at::Tensor& t, bool may_slice = true);
+  explicit Reading(const at::Tensor& t, bool may_read_beside = true);
   Reading(const Reading&) = delete;
   ~Reading();
-  // False where a slice could not be computed: a read that ends the region says why.  Waits for it.
+  // False where a subgraph could not be computed: a read that ends the region says why.  Waits for it.
   bool is_sound() const;
   // A host tensor with the sizes, strides and values that the tensor had; raises the error that kept them from being.
   at::Tensor wait() const;

@@ -8,7 +8,7 @@
 #include "launch/signals.h"
 #include "record/infer.h"
 #include "record/insert.h"
-#include "region/slice.h"
+#include "region/subgraph.h"
 
 namespace torchtpu {
 
@@ -301,7 +301,7 @@ void open_region(Recorder& r) {
   bool begins;
   {
     StateGuard guard(state_lock);
-    leave_detour(r);
+    leave_speculative_tail(r);
     boundary = r.boundary;
     begins = boundary || r.is_empty();
   }

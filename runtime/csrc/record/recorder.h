@@ -53,10 +53,10 @@ struct Recorder {
   HostChanges changes;             // while the region was recorded
   const char* boundary = nullptr;  // a marked end of the region, taken at the next op
   std::string boundary_line;
-  std::shared_ptr<CodePlace> entry;     // where the first op of the region was called
-  std::map<int32_t, BufferRef> slices;  // values of the region that were read beside it
-  Node* speculative_tail = nullptr;     // the ops after this node were recorded for a read
-  int64_t recorded = 0;                 // ops of the regions before this one
+  std::shared_ptr<CodePlace> entry;        // where the first op of the region was called
+  std::map<int32_t, BufferRef> subgraphs;  // values of the region that were read beside it
+  Node* speculative_tail = nullptr;        // the ops after this node were recorded for a read
+  int64_t recorded = 0;                    // ops of the regions before this one
   std::shared_ptr<Transaction> transaction = std::make_shared<Transaction>();
   bool is_empty() const { return at == &trie->root; }
 };
@@ -123,10 +123,10 @@ void forget_streams();
 // Makes the storage's present value a buffer (cutting where it is pending) and returns it, counted as being read; null
 // where undefined.
 BufferRef materialize(TpuStorage* s, const char* reason);
-// The same for a value that is read once, which need not end the region: see slice.cpp.
+// The same for a value that is read once, which need not end the region: see subgraph.cpp.
 struct ReadValue {
   BufferRef buffer;
-  bool is_slice = false;
+  bool is_subgraph = false;
 };
 ReadValue materialize_to_read(TpuStorage* s);
 // A host tensor with t's sizes, strides and values; waits for them.

@@ -21,7 +21,7 @@ struct Policy {
 };
 
 struct Counters {  // guarded by state_lock
-  int64_t hits = 0, misses = 0, regions = 0, slices = 0, forgotten = 0;
+  int64_t hits = 0, misses = 0, regions = 0, subgraphs = 0, forgotten = 0;
   std::map<std::string, int64_t> cuts;  // by reason
 };
 

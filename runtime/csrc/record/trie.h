@@ -117,9 +117,9 @@ struct Plan;
 
 // What a node knows of reads in the middle of regions.
 struct Reads {
-  std::vector<std::shared_ptr<Plan>> plans;  // slices that end here
-  bool has_program = false;                  // a value made here has a slice of its own
-  bool has_been_sliced = false;              // a value was read when the stream stood here
+  std::vector<std::shared_ptr<Plan>> plans;  // subgraphs that end here
+  bool has_program = false;                  // a value made here has a subgraph of its own
+  bool was_read = false;                     // a value was read when the stream stood here
   int64_t last_at = 0;                       // ops that the recorder had seen at the last read here
   int over_budget = 0;                       // reads here for which a cut would have been cheaper
 };
@@ -193,7 +193,7 @@ struct Trie {
   int64_t nodes = 0, plans = 0;
   std::list<Node*> ends;  // where regions ended, the latest first; every leaf that is not being recorded is one
   int walks = 0;          // while somebody holds nodes that the pending region has left, nothing is forgotten
-  int wholes = 0;         // values that have a slice of their own
+  int wholes = 0;         // values that have a subgraph of their own
   std::unordered_map<uint64_t, Stream> streams;  // by skeleton
 };
 

@@ -9,7 +9,7 @@
 
 #include "bind/bridge.h"
 #include "launch/queue.h"
-#include "region/slice.h"
+#include "region/subgraph.h"
 
 namespace torchtpu {
 
@@ -153,8 +153,8 @@ void start_region(Recorder& r) {
   r.inputs.clear();
   r.floats.clear();
   r.ints.clear();
-  for (auto& [value, slice] : r.slices) bury(std::move(slice));
-  r.slices.clear();
+  for (auto& [value, subgraph] : r.subgraphs) bury(std::move(subgraph));
+  r.subgraphs.clear();
   r.speculative_tail = nullptr;
   std::fill(r.live.begin(), r.live.end(), nullptr);
   forget_oldest(*r.trie);
@@ -207,7 +207,7 @@ std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, 
 
 WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vector<KeptValue>* kept) {
   state_lock.assert_held();
-  if (!kept) leave_detour(r);
+  if (!kept) leave_speculative_tail(r);
   if (r.is_empty()) {
     if (!r.inputs.empty()) {
       drop_inputs(r, 0);
@@ -268,7 +268,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
     if (s) s->set_buffer(output);
     if (keeper) keeper->buffer = output;
     // A value once read stays what it was, and costs nothing.
-    if (auto read = r.slices.find(value); read != r.slices.end()) output->host = read->second->host;
+    if (auto read = r.subgraphs.find(value); read != r.subgraphs.end()) output->host = read->second->host;
   }
   work->inputs = std::move(r.inputs);
   work->floats = pack(r.floats);
@@ -284,7 +284,7 @@ WorkRef cut_locked(Recorder& r, const char* reason, std::string line, std::vecto
 }
 
 void drop_region(Recorder& r, PyObject* error) {
-  leave_detour(r);
+  leave_speculative_tail(r);
   if (!r.is_empty()) {
     Versions versions = versions_of(r.at);
     for (int32_t value = 0; value < r.at->next_value; value++) {
@@ -375,12 +375,12 @@ void await_owner(const TpuStorage* s) {
   }
 }
 
-ReadValue materialize(TpuStorage* s, const char* reason, bool may_slice) {
+ReadValue materialize(TpuStorage* s, const char* reason, bool may_read_beside) {
   const Recorder& own = recorder_for(s->device_index);
   bool is_ours;
-  auto claim = [&](BufferRef buffer, bool is_slice) -> ReadValue {
+  auto claim = [&](BufferRef buffer, bool is_subgraph) -> ReadValue {
     if (buffer) buffer->readers++;
-    return {std::move(buffer), is_slice};
+    return {std::move(buffer), is_subgraph};
   };
   {
     StateGuard guard(state_lock);
@@ -394,12 +394,12 @@ ReadValue materialize(TpuStorage* s, const char* reason, bool may_slice) {
   std::string line = current_line();
   StateGuard guard(state_lock);
   if (is_pending(s)) {
-    BufferRef slice = may_slice ? read_beside(*s->recorder, s->value, is_ours, line) : BufferRef();
-    if (slice) return claim(std::move(slice), true);
-    auto& slices = s->recorder->slices;
-    if (auto failed = slices.find(s->value); failed != slices.end()) {  // it could not be computed
+    BufferRef subgraph = may_read_beside ? read_beside(*s->recorder, s->value, is_ours, line) : BufferRef();
+    if (subgraph) return claim(std::move(subgraph), true);
+    auto& subgraphs = s->recorder->subgraphs;
+    if (auto failed = subgraphs.find(s->value); failed != subgraphs.end()) {  // it could not be computed
       bury(std::move(failed->second));
-      slices.erase(failed);
+      subgraphs.erase(failed);
     }
     cut_locked(*s->recorder, reason, std::move(line));
   }

@@ -1,11 +1,12 @@
-// A slice: the ops of a pending region that one value needs, launched beside the region, whose program stays the same.
+// A subgraph: the ops of a pending region that one value needs, launched beside the region, whose program stays the
+// same.
 //
-// The first few values of a trie get a program each.  A stream that is read at ever other places is then sliced in
-// pieces of equal length, each a program that returns all it computes: whatever is read, these programs serve.  A piece
+// The first few values of a trie get a program each.  A stream that is read at ever other places then runs in pieces
+// of equal length, each a program that returns all it computes: whatever is read, these programs serve.  A piece
 // goes on beyond the read, as the stream did last time; what these ops lack is an input that failed, and what depends
 // on it is not computed.
 
-#include "region/slice.h"
+#include "region/subgraph.h"
 
 #include <algorithm>
 
@@ -18,11 +19,12 @@ namespace torchtpu {
 namespace {
 
 constexpr int32_t kFewestOps = 32;       // a shorter stream is cut: compiling it is cheap
-constexpr int32_t kMostOpsOfDetour = 8;  // recorded for a read alone
-constexpr size_t kMostOpsOfWhole = 512;  // a larger slice runs in pieces
-constexpr int kMostWholes = 8;           // slices of a trie that have a program of their own
+constexpr int32_t kMostOpsOfTail = 8;    // recorded for a read alone
+constexpr size_t kMostOpsOfWhole = 512;  // a larger subgraph runs in pieces
+constexpr int kMostWholes = 8;           // subgraphs of a trie that have a program of their own
 constexpr int32_t kOpsOfPiece = 128;
-constexpr int kCheapness = 8;  // a slice is cheap where this many times its ops were recorded since the last read here
+constexpr int kCheapness =
+    8;  // a subgraph is cheap where this many times its ops were recorded since the last read here
 constexpr int kMostOverBudget = 2;  // over budget at one place, before the region is cut there
 
 // From the root, without it.
@@ -40,7 +42,7 @@ Node* find_fork(const Recorder& r) {
   for (Node* node = r.at; node; from = node, node = node->parent) {
     if (node->hot_child && node->hot_child != from) return node;
     bool is_plain = node->info && node->writes.empty() && node->next_value > node->parent->next_value;
-    if (!is_plain || r.at->depth - node->depth >= kMostOpsOfDetour) break;
+    if (!is_plain || r.at->depth - node->depth >= kMostOpsOfTail) break;
   }
   return nullptr;
 }
@@ -161,11 +163,11 @@ class Beside {
   std::vector<std::pair<int32_t, BufferRef>> queue(Recorder& again, std::vector<BufferRef> inputs,
                                                    std::vector<int32_t> outputs) {
     auto work = std::make_shared<Work>();
-    work->is_slice = true;
+    work->is_subgraph = true;
     work->plan = find_plan(again, inputs, outputs);
     work->device = again.device;
     work->transaction = r_.transaction;
-    work->reason = "slice";
+    work->reason = "subgraph";
     work->line = line_;
     work->inputs = std::move(inputs);
     work->floats = pack(again.floats);
@@ -176,7 +178,7 @@ class Beside {
           c10::make_intrusive<Buffer>(work->plan->output_bases[i], again.device, BufferState::kPending));
       made.emplace_back(outputs[i], output);
     }
-    runtime.counters.slices++;
+    runtime.counters.subgraphs++;
     enqueue(work);
     return made;
   }
@@ -224,8 +226,8 @@ bool is_too_dear(Recorder& r, size_t ops) {
   if (is_exact()) return false;
   Reads& reads = reads_of(*r.at);
   int64_t now = r.recorded + r.at->depth, since = now - std::exchange(reads.last_at, now);
-  bool is_over_budget = reads.has_been_sliced && static_cast<int64_t>(ops) * kCheapness > since;
-  reads.has_been_sliced = true;
+  bool is_over_budget = reads.was_read && static_cast<int64_t>(ops) * kCheapness > since;
+  reads.was_read = true;
   return is_over_budget && ++reads.over_budget > kMostOverBudget;
 }
 
@@ -248,7 +250,7 @@ const Node* find_trunk(const Recorder& r) {
 }  // namespace
 
 BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::string& line) {
-  if (auto known = r.slices.find(value); known != r.slices.end()) return known->second;
+  if (auto known = r.subgraphs.find(value); known != r.subgraphs.end()) return known->second;
   auto path = path_to(r.at);
   const Node* fork = r.at;
   if (is_owner) {
@@ -272,7 +274,7 @@ BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::stri
     r.speculative_tail = const_cast<Node*>(fork);
     r.is_open = false;
   }
-  r.slices[value] = buffer;
+  r.subgraphs[value] = buffer;
   return buffer;
 }
 
@@ -293,18 +295,18 @@ void renumber(Recorder& r, int32_t count) {
 
 }  // namespace
 
-void leave_detour(Recorder& r) {
+void leave_speculative_tail(Recorder& r) {
   Node* fork = std::exchange(r.speculative_tail, nullptr);
   if (!fork) return;
-  auto of_detour = r.slices.lower_bound(fork->next_value);
+  auto of_tail = r.subgraphs.lower_bound(fork->next_value);
   for (int32_t value = fork->next_value; value < r.at->next_value; value++) {
-    if (r.live[value] && !r.slices.contains(value)) return;
+    if (r.live[value] && !r.subgraphs.contains(value)) return;
   }
-  for (auto it = of_detour; it != r.slices.end(); ++it) {
+  for (auto it = of_tail; it != r.subgraphs.end(); ++it) {
     if (TpuStorage* s = r.live[it->first]) s->set_buffer(it->second);
     bury(std::move(it->second));
   }
-  r.slices.erase(of_detour, r.slices.end());
+  r.subgraphs.erase(of_tail, r.subgraphs.end());
   note_end(*r.trie, *r.at);
   r.at = fork;
   r.shadow = nullptr;

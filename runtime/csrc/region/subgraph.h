@@ -12,6 +12,6 @@ BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::stri
 
 // Forgets the ops that were recorded for a read alone, so that the stream goes on as if they had not been.  Under
 // state_lock.
-void leave_detour(Recorder& r);
+void leave_speculative_tail(Recorder& r);
 
 }  // namespace torchtpu

@@ -76,7 +76,7 @@ def check(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def programs_of(engine: ReferenceEngine) -> tuple[int, int]:
-    """The programs of regions, and those of slices."""
+    """The programs of regions, and those of subgraphs."""
     torch.tpu.synchronize()
     lap = max((len(program.ops) for program in engine.programs), default=0)
     whole = sum(len(program.ops) == lap for program in engine.programs)
@@ -96,7 +96,7 @@ def test_a_read_in_a_known_stream_leaves_its_program_alone() -> None:
             if device == "tpu":
                 after = programs_of(engine)
                 assert after[0] == before[0], "a region was compiled again"
-                assert after[1] - before[1] <= 16, "slices do not settle"
+                assert after[1] - before[1] <= 16, "subgraphs do not settle"
             values += [laps.x.cpu(), laps.y.cpu()]
     check(found["tpu"], found["cpu"])
 
@@ -111,7 +111,7 @@ def test_the_second_read_at_a_place_plans_nothing() -> None:
         laps.run(1, reader(50, []))
         torch.tpu.synchronize()
         assert len(engine.programs) == planned
-        assert engine.slices == 2
+        assert engine.subgraphs == 2
         del laps
 
 
@@ -120,11 +120,11 @@ def test_a_read_of_every_lap_becomes_a_cut() -> None:
         laps = Laps("tpu")
         laps.run(2)
         laps.run(8, reader(300, []))
-        settled, slices = len(engine.programs), engine.slices
-        assert 1 <= slices <= 4
+        settled, subgraphs = len(engine.programs), engine.subgraphs
+        assert 1 <= subgraphs <= 4
         laps.run(8, reader(300, []))
         torch.tpu.synchronize()
-        assert (len(engine.programs), engine.slices) == (settled, slices)
+        assert (len(engine.programs), engine.subgraphs) == (settled, subgraphs)
         del laps
 
 
@@ -142,7 +142,7 @@ def test_a_read_of_every_lap_becomes_no_cut_in_deterministic_mode(deterministic:
         before = programs_of(engine)[0]
         laps.run(12, reader(300, []))
         assert programs_of(engine)[0] == before
-        assert engine.slices == 12
+        assert engine.subgraphs == 12
         del laps
 
 
@@ -169,8 +169,8 @@ def test_a_loss_read_before_gradients_are_freed_leaves_the_step_alone_in_determi
                     read.append(loss.item())
             torch.tpu.synchronize()
             if device == "tpu":
-                assert engine.slices == 5
-                assert len(engine.programs) == planned + 1, "more than a slice"
+                assert engine.subgraphs == 5
+                assert len(engine.programs) == planned + 1, "more than a subgraph"
             found[device] = read + model[0][0].weight.flatten().tolist()
             del model, optimizer, x, loss
     torch.testing.assert_close(found["tpu"], found["cpu"])
@@ -230,11 +230,11 @@ def test_what_was_read_once_costs_nothing_and_stays() -> None:
     before = metrics.snapshot()
     assert kept[0].tolist() == kept[1].tolist()
     after = metrics.snapshot()
-    assert (after["slices"], after["downloads"]) == (before["slices"], before["downloads"])
+    assert (after["subgraphs"], after["downloads"]) == (before["subgraphs"], before["downloads"])
     kept.clear()
 
 
-def test_random_numbers_are_the_same_in_a_slice_and_in_its_region() -> None:
+def test_random_numbers_are_the_same_in_a_subgraph_and_in_its_region() -> None:
     def step(x: Tensor, is_read: bool) -> tuple[list[float], Tensor]:
         shown: list[float] = []
         for i in range(40):
@@ -248,13 +248,13 @@ def test_random_numbers_are_the_same_in_a_slice_and_in_its_region() -> None:
     x = torch.ones(8, device="tpu")
     step(x, False)
     step(x, False)
-    before = metrics.snapshot()["slices"]
+    before = metrics.snapshot()["subgraphs"]
     shown, again = step(x, True)
-    assert metrics.snapshot()["slices"] == before + 1
+    assert metrics.snapshot()["subgraphs"] == before + 1
     assert shown == again.tolist()
 
 
-def test_an_index_error_in_a_slice_is_raised_once() -> None:
+def test_an_index_error_in_a_subgraph_is_raised_once() -> None:
     index = torch.tensor([1, 2], device="tpu")
     x = torch.ones(4, device="tpu")
 
@@ -270,9 +270,9 @@ def test_an_index_error_in_a_slice_is_raised_once() -> None:
 
     for _ in range(3):
         step(-1)
-    before = metrics.snapshot()["slices"]
+    before = metrics.snapshot()["subgraphs"]
     step(20)
-    assert metrics.snapshot()["slices"] == before + 1
+    assert metrics.snapshot()["subgraphs"] == before + 1
     index.fill_(9)
     with pytest.raises(IndexError):
         step(20)
@@ -360,9 +360,9 @@ def test_prints_at_random_places_change_no_loss_and_few_programs(
     assert after - before <= 60
 
 
-@pytest.mark.bailouts("slice")
+@pytest.mark.bailouts("subgraph")
 @pytest.mark.parametrize("read_as", ["at once", "later"])
-def test_a_slice_that_is_not_compiled_whole_is_computed_in_parts(read_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subgraph_that_is_not_compiled_runs_in_parts(read_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = engine.Engine._form
 
     def form(self: Any, program: Program, clusters: Any, device: int) -> Any:
@@ -385,9 +385,9 @@ def test_a_slice_that_is_not_compiled_whole_is_computed_in_parts(read_as: str, m
     mine.run(2)
     theirs.run(2)
     theirs.run(1, reader(50, expected))
-    slices = metrics.snapshot()["slices"]
+    subgraphs = metrics.snapshot()["subgraphs"]
     mine.run(1, read)
     check(found, expected)
-    assert metrics.snapshot()["slices"] == slices + 1
-    assert metrics.snapshot()["bailouts"] == {"slice: ZeroDivisionError": 1}
+    assert metrics.snapshot()["subgraphs"] == subgraphs + 1
+    assert metrics.snapshot()["bailouts"] == {"subgraph: ZeroDivisionError": 1}
     check([mine.x.cpu()], [theirs.x])
