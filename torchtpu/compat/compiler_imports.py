@@ -7,7 +7,6 @@ imports sympy; numbers need none of it.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import itertools
 import sys
@@ -97,13 +96,16 @@ def _functions() -> Iterator[FunctionType]:
             left.extend(vars(value).values())
         elif isinstance(value, FunctionType):
             yield value
-            left.extend(_closed_over(value))
+            if value.__closure__:
+                left.extend(_closed_over(value))
 
 
 def _closed_over(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
+        try:
             yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
 
 
 def _disabled(functions: list[FunctionType]) -> Iterator[Any]:
@@ -138,7 +140,13 @@ def _unbroken(func: Callable[..., Any]) -> FunctionType:
 
 
 def _imports_symbolic(code: CodeType) -> bool:
-    return _SYMBOLIC in code.co_names or any(_imports_symbolic(c) for c in code.co_consts if isinstance(c, CodeType))
+    left = [code]  # no recursion: this is asked of thousands of functions at import
+    while left:
+        code = left.pop()
+        if _SYMBOLIC in code.co_names:
+            return True
+        left += [constant for constant in code.co_consts if type(constant) is CodeType]
+    return False
 
 
 def _with_concrete(code: CodeType) -> CodeType:

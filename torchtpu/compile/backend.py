@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torchtpu.compat.imports import after
+from torchtpu.compile import flex
 from torchtpu.runtime import _C
 
 Compiled = Callable[..., Any]
@@ -28,16 +30,12 @@ def install() -> None:
         return original(*args, **kwargs)
 
     torch.compile = compile
-    _admit_to_flex_attention()
+    after("torch.nn.attention.flex_attention", _admit_to_flex_attention)
+    after("torch._higher_order_ops.flex_attention", flex.serve)
 
 
-def _admit_to_flex_attention() -> None:
+def _admit_to_flex_attention(module: Any) -> None:
     """flex_attention refuses devices that it does not know by name."""
-    from torch.nn.attention import flex_attention
-
-    from torchtpu.compile import flex
-
-    module: Any = flex_attention
     refuse = module._validate_device
 
     @functools.wraps(refuse)
@@ -46,7 +44,6 @@ def _admit_to_flex_attention() -> None:
             refuse(query, key, value)
 
     module._validate_device = validate
-    flex.serve()
 
 
 def backend(

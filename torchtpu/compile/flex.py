@@ -51,9 +51,8 @@ def install() -> None:
         _C.register_op(LOWERINGS[name].row())
 
 
-def serve() -> None:
-    """From now on these ops serve PyTorch's higher-order ones on tpu tensors. Called once."""
-    theirs = _theirs()
+def serve(theirs: Any) -> None:
+    """From now on these ops serve PyTorch's higher-order ones, which that module has, on tpu tensors. Called once."""
     dispatch_key: Any = torch._C.DispatchKey
 
     @theirs.flex_attention.py_impl(dispatch_key.PrivateUse1)

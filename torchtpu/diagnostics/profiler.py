@@ -12,12 +12,14 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchtpu import startup
-from torchtpu.diagnostics.listener import Listener
+
+if TYPE_CHECKING:
+    from torchtpu.diagnostics.listener import Listener
 
 __all__ = ["xprof"]
 
@@ -35,6 +37,8 @@ def install() -> None:
 
     @functools.wraps(start)
     def start_trace(self: Any) -> None:
+        from torchtpu.diagnostics.listener import Listener
+
         start(self)
         self._tpu_listener = Listener()
         startup.observe(self._tpu_listener)
