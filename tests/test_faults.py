@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import re
 import sys
 from collections.abc import Callable
@@ -114,6 +115,29 @@ def test_a_check_on_the_device_is_raised_by_the_read_as_the_ops_error(name: str)
             tensor.cpu()
     assert host(1.0, 2.0).add(1).tolist() == [2.0, 3.0]
     torch.tpu.synchronize()
+
+
+TYPED = """
+def run():
+    x = torch.ones(size, device="tpu")
+    y = x[torch.tensor([7], device="tpu")]
+    try:
+        y.cpu()
+    except IndexError as error:
+        raised.append(str(error))
+    ended.release()
+"""
+
+
+@pytest.mark.parametrize(("path", "size"), [("<string>", 3), ("<stdin>", 4), ("<ipython-input-3-0e1c>", 5)])
+def test_an_error_names_the_line_of_code_that_is_in_no_file(path: str, size: int) -> None:
+    ended, names = _thread.allocate_lock(), dict[str, Any]()
+    ended.acquire()
+    names |= {"torch": torch, "raised": [], "ended": ended, "size": size}  # a stream for each
+    exec(compile(TYPED, path, "exec"), names)
+    _thread.start_new_thread(names["run"], ())  # no file calls it
+    assert ended.acquire(timeout=60)
+    assert f"recorded at {path}:4)" in names["raised"][0]
 
 
 def test_a_failed_check_is_raised_by_work_launched_later() -> None:

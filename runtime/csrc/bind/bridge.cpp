@@ -85,7 +85,12 @@ bool is_library_path(const char* path) {
     }
     return found;
   }();
-  if (path[0] == '<') return true;
+  if (path[0] == '<') {  // generated, or typed at a prompt
+    for (const char* prompt : {"<stdin>", "<python-input", "<ipython-input", "<doctest"}) {
+      if (strncmp(path, prompt, strlen(prompt)) == 0) return false;
+    }
+    return true;
+  }
   for (const auto& root : *roots) {
     if (strncmp(path, root.c_str(), root.size()) == 0) return true;
   }
@@ -98,6 +103,9 @@ bool is_library_file(PyObject* path) {
   PyErr_Clear();
   return is_library_path(shown(path).c_str());
 }
+
+// The path of what follows `python -c`, and of methods that libraries generate.
+bool is_string(PyObject* path) { return PyUnicode_CompareWithASCIIString(path, "<string>") == 0; }
 
 }  // namespace
 
@@ -159,18 +167,24 @@ std::string CodePlace::line() const {
   return shown(code->co_filename) + (":" + std::to_string(PyCode_Addr2Line(code, instruction_)));
 }
 
-// The place of the innermost of these frames that is the user's; takes the reference.
+// The place of the innermost of these frames that is the user's, or else in a string; takes the reference.
 static std::shared_ptr<CodePlace> users_place(PyFrameObject* frame) {
+  std::shared_ptr<CodePlace> in_string;
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     bool is_users = !is_library_file(code->co_filename);
+    bool is_first = !is_users && !in_string && is_string(code->co_filename);
     Py_DECREF(code);
     if (is_users) return std::make_shared<CodePlace>(reinterpret_cast<PyObject*>(frame));
     PyFrameObject* caller = PyFrame_GetBack(frame);
-    Py_DECREF(frame);
+    if (is_first) {
+      in_string = std::make_shared<CodePlace>(reinterpret_cast<PyObject*>(frame));
+    } else {
+      Py_DECREF(frame);
+    }
     frame = caller;
   }
-  return nullptr;
+  return in_string;
 }
 
 std::shared_ptr<CodePlace> current_place() {
