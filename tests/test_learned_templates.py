@@ -25,6 +25,7 @@ from torchtpu import startup
 from torchtpu.ops.registry import LOWERINGS
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.ir.program import Op
+from torchtpu.runtime.lowering.learned_templates import SENTINELS
 from torchtpu.runtime.lowering.tracing import Fragment
 
 PARTS = 60
@@ -77,6 +78,22 @@ def test_all_sizes_of_a_region_need_two_traces_and_one_of_all_sizes(engine: Engi
     found = engine.fragments.find(ops)
     assert engine.counters.fragment_traces == 2
     assert [fragment for fragment, _ in found] == [exactly(engine, op) for op in ops]
+
+
+@pytest.mark.parametrize("function", [lambda x: x.var(0), lambda x: x.cumsum(0), lambda x: x.median(0)[0]])
+def test_a_size_that_templates_are_made_with_comes_first(engine: Engine, function: Callable[..., Any]) -> None:
+    """What follows from 211 in a text is told from what is always 210."""
+    shapes = [(SENTINELS[0], 50), (SENTINELS[0], 60), (20, 70), (21, 71), (50, SENTINELS[0])]
+    traced_in_turn(engine, [op for shape in shapes for op in recorded(function, torch.rand(shape))])
+
+
+def test_an_op_of_more_sizes_than_letters_is_traced(engine: Engine) -> None:
+    def unscale(*tensors: torch.Tensor) -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors[2:], *tensors[:2])
+
+    for sizes in ((100, 61), (101, 61), (102, 61), (103, 61), (103, 62)):
+        lengths = (sizes[0], *range(30, 42), sizes[1], 17)
+        traced_in_turn(engine, recorded(unscale, torch.zeros(()), torch.ones(()), *map(torch.ones, lengths)))
 
 
 def test_a_size_that_follows_from_others_is_filled_in(engine: Engine) -> None:

@@ -131,6 +131,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray]]] = {
     "sort": (lambda x: (jnp.sort(x, 0), jnp.argsort(x, 1), jnp.sort(x, 2)), [X]),
     "sort with NaN": (lambda x: jnp.sort(jnp.where(x > 0, x, jnp.nan), 0), [X]),
     "top_k": (lambda x: lax.top_k(x, 2), [X]),
+    "top_k of negative NaN": (lambda x: lax.top_k(jnp.where(x > 2, x, -jnp.abs(jnp.float32(jnp.nan))), 2), [X]),
+    "top_k of the least integers": (lambda x: lax.top_k(jnp.where(x > 2, 1, jnp.iinfo(jnp.int32).min), 2), [X]),
     "reduce_window": (
         lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2), (1, 2, 1), "VALID"), [floats(3, 5, 7)]
     ),
@@ -230,6 +232,18 @@ def test_a_rule_hides_what_xla_never_ends_with() -> None:
     with jax.enable_x64(True):
         x = np.linspace(1, 3, 20).reshape(5, 4)
         check(lambda a: (lax.igamma(a, a), lax.igammac(a, a)), [x], [{0}])
+
+
+def test_comparisons_that_sizes_decide_are_noted() -> None:
+    symbols = evaluate.Symbols([(2, 99, 128)] * 2)
+    a, b = symbols.sizes("ab")
+
+    def compare() -> list[Any]:
+        assert a != b and a not in (7, 8) and not a == 9
+        return []
+
+    symbols.trace(compare, [])
+    assert set(symbols.unequal()) == {"- b + a", "a - 7", "a - 8", "a - 9"}
 
 
 @pytest.mark.full

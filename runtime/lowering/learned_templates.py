@@ -11,7 +11,7 @@ comes, its fragment is filled in from then on.
 Invariant: what is filled in is to the letter what tracing gives. Sizes that never varied stay as they are. Of those
 that did, tracing with symbols for them shows that nothing is decided by them, but that they differ from each other and
 from the others, as they do in all ops of the kind; the text is that of sizes which no text has for another reason, and
-gives the fragments that have been traced.
+gives the fragments that have been traced, of other sizes than these: a number that follows from a size would show.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from torchtpu.runtime.ir.calls import LoweringEntry
 from torchtpu.runtime.ir.program import Op
 
-from .templates import COUNT, FragmentTemplate, patterns, template_of
+from .templates import COUNT, SHAPE, FragmentTemplate, patterns, template_of
 from .tracing import Fragment, Tracer
 
 SENTINELS = (211, 307, 401, 503, 607, 701, 809, 907, 1009, 1103, 1201, 1301, 1409, 1511, 1601, 1709)
@@ -53,6 +53,12 @@ class _Kind:
         """The letters whose sizes are not the same in all that have been traced and these."""
         seen = [*(sizes for sizes, _ in self.traced), *others]
         return [letter for letter in seen[0] if len({sizes[letter] for sizes in seen}) > 1]
+
+    def sentinels(self, sizes: Mapping[str, str], varying: Sequence[str]) -> dict[int, int]:
+        """Other sizes for these letters, which neither this op nor those that were traced have; as many as there are."""
+        seen = {size for each in (sizes, *(sizes for sizes, _ in self.traced)) for size in each.values()}
+        free = [sentinel for sentinel in SENTINELS if str(sentinel) not in seen]
+        return {int(sizes[letter]): sentinel for letter, sentinel in zip(varying, free, strict=False)}
 
 
 class LearnedTemplates:
@@ -100,10 +106,13 @@ class LearnedTemplates:
             kind, (sizes, op, entry) = self._kinds[pattern], members[0]
             kind.num_tried += 1
             varying = kind.varying([each for each, _, _ in members])
-            if len(varying) <= _MOST_VARYING and decides_nothing(self._tracer, op, entry, sizes, varying, watched):
-                asked.append((kind, op, entry, sizes, varying))
-        made = self._resized([(op, entry, _sentinels(sizes, v)) for _, op, entry, sizes, v in asked], watched)
-        for (kind, _, entry, sizes, varying), found in zip(asked, made, strict=True):
+            sentinels = kind.sentinels(sizes, varying)
+            if len(sentinels) == len(varying) <= _MOST_VARYING and decides_nothing(
+                self._tracer, op, entry, sizes, varying, watched
+            ):
+                asked.append((kind, op, entry, sizes, varying, sentinels))
+        made = self._resized([(op, entry, sentinels) for _, op, entry, _, _, sentinels in asked], watched)
+        for (kind, _, entry, sizes, varying, _), found in zip(asked, made, strict=True):
             template = None if found is None else _template(entry, sizes, varying, *found)
             if template is not None and all(template.filled(known) == fragment for known, fragment in kind.traced):
                 fixed = {letter: size for letter, size in sizes.items() if letter not in varying}
@@ -139,14 +148,12 @@ def decides_nothing(
 
 
 def _kind_of(description: str) -> tuple[str, dict[str, str]]:
-    *_, (pattern, sizes) = patterns(description)
+    """The pattern of an op for single sizes, and these. One with more sizes than letters is of a kind of its own."""
+    *_, (pattern, sizes) = (description, dict[str, str]()), *patterns(description)
+    if SHAPE in sizes:
+        return description, {}
     sizes.pop(COUNT, None)
     return pattern, sizes
-
-
-def _sentinels(sizes: Mapping[str, str], varying: Sequence[str]) -> dict[int, int]:
-    free = [size for size in SENTINELS if str(size) not in sizes.values()]
-    return {int(sizes[letter]): size for letter, size in zip(varying, free, strict=False)}
 
 
 def _template(

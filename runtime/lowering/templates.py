@@ -124,7 +124,7 @@ def file_of(folder: Path, op: str) -> Path:
 
 def patterns(description: str) -> Iterator[tuple[str, dict[str, str]]]:
     """A description with letters for sizes, and what these stand for: for one shape of all arrays, for single sizes,
-    and for these where they are int arguments too."""
+    and for these where they are int arguments too. There are none for single sizes where letters do not suffice."""
     shapes = set(_DIMENSIONS.findall(description))
     count: dict[str, str] = {}
     if len(shapes) == 1:
@@ -136,9 +136,11 @@ def patterns(description: str) -> Iterator[tuple[str, dict[str, str]]]:
 
     def lettered(found: re.Match[str]) -> str:
         size = found[0]
-        return size if size in {"0", "1"} else letters.get(size) or letters.setdefault(size, next(free, "?"))
+        return size if size in {"0", "1"} else letters.get(size) or letters.setdefault(size, next(free, ""))
 
     pattern = _DIMENSIONS.sub(lambda found: _NUMBER.sub(lettered, found[0]), description)
+    if "" in letters.values():
+        return
     sizes = count | {letter: size for size, letter in letters.items()}
     yield pattern, sizes
     linked = _INT.sub(lambda found: letters.get(found[0], found[0]), pattern)

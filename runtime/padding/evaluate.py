@@ -226,14 +226,21 @@ def _watch_comparisons() -> None:
     """Has comparisons of jax's symbolic sizes noted from now on."""
     is_equal = shape_poly._DimExpr.__eq__
 
-    def noted_is_equal(one: Any, other: Any) -> bool:
+    def compare(one: Any, other: Any) -> bool:
         found: bool = is_equal(one, other)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+        caller = sys._getframe(2).f_globals.get("__name__", "")
         if not found and not caller.startswith("jax") and (core.is_constant_dim(other) or isinstance(other, type(one))):
             _Undecided.note(one, other)
         return found
 
+    def noted_is_equal(one: Any, other: Any) -> bool:
+        return compare(one, other)
+
+    def noted_is_unequal(one: Any, other: Any) -> bool:
+        return not compare(one, other)
+
     shape_poly._DimExpr.__eq__ = noted_is_equal
+    shape_poly._DimExpr.__ne__ = noted_is_unequal
 
 
 def evaluate(closed: Any, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:
@@ -360,6 +367,13 @@ def _lowest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         return -np.inf
     return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+
+
+def _least(dtype: Any) -> Any:
+    """What `top_k`, which orders by bits, has behind everything else: a negative NaN with all bits set."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _lowest(dtype)
+    return np.full((), -1, f"int{8 * dtype.itemsize}").view(dtype)
 
 
 def _highest(dtype: Any) -> Any:
@@ -686,7 +700,7 @@ def _top_k(equation: _Equation, arrays: list[Any]) -> Any:
     axis = equation.params.get("axis", len(equation.dims(0)) - 1)
     if not core.is_constant_dim(equation.params["k"]):
         raise Refused("top_k of a changing count")
-    return equation.bind(equation.fill(arrays[0], 0, [axis], _lowest(arrays[0].dtype)))
+    return equation.bind(equation.fill(arrays[0], 0, [axis], _least(arrays[0].dtype)))
 
 
 # ---- windows
