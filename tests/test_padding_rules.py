@@ -239,7 +239,7 @@ def test_comparisons_that_sizes_decide_are_noted() -> None:
     a, b = symbols.sizes("ab")
 
     def compare() -> list[Any]:
-        assert a != b and a not in (7, 8) and not a == 9
+        assert a != b and a not in (7, 8) and a != 9
         return []
 
     symbols.trace(compare, [])

@@ -55,7 +55,7 @@ class _Kind:
         return [letter for letter in seen[0] if len({sizes[letter] for sizes in seen}) > 1]
 
     def sentinels(self, sizes: Mapping[str, str], varying: Sequence[str]) -> dict[int, int]:
-        """Other sizes for these letters, which neither this op nor those that were traced have; as many as there are."""
+        """Other sizes for these letters, which neither this op nor what was traced has, as many as there are."""
         seen = {size for each in (sizes, *(sizes for sizes, _ in self.traced)) for size in each.values()}
         free = [sentinel for sentinel in SENTINELS if str(sentinel) not in seen]
         return {int(sizes[letter]): sentinel for letter, sentinel in zip(varying, free, strict=False)}
