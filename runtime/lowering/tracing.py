@@ -93,6 +93,7 @@ class Tracer:
         trace = self._resized(op, entry, sizes, watched)
         with self._client.tracing():
             symbols.trace(trace.function("op"), [_struct(p) for p in trace.parameters])
+        self._count(1)
         return symbols.unequal()
 
     def _resized(self, op: Op, entry: LoweringEntry, sizes: Mapping[int, Any], watched: str) -> _ResizedTrace:
@@ -110,12 +111,16 @@ class Tracer:
             groups = [[_struct(p) for p in trace.parameters] for trace in traces]
             traced = jax.jit(every, keep_unused=True).trace(*groups)
             module = traced.lower(lowering_platforms=(self._platform,)).as_text()
-        self._num_traced += len(traces)
+        self._count(len(traces))
+        functions = {name: (head, body) for name, head, body in _FUNCTION.findall(module)}
+        return [trace.fragment(functions, f"torchtpu_op_{i}") for i, trace in enumerate(traces)]
+
+    def _count(self, num_traced: int) -> None:
+        """Drops what jax keeps of traces, where that is much."""
+        self._num_traced += num_traced
         if self._num_traced >= _MOST_TRACED:
             self._num_traced = 0
             self._client.forget_traces()
-        functions = {name: (head, body) for name, head, body in _FUNCTION.findall(module)}
-        return [trace.fragment(functions, f"torchtpu_op_{i}") for i, trace in enumerate(traces)]
 
 
 def explained(op: Op, error: Exception) -> Exception:

@@ -90,13 +90,19 @@ def round_(self):
     return jnp.round(self) if jnp.issubdtype(self.dtype, jnp.floating) else self
 
 
+def _divide(x: Any, y: Any) -> Any:
+    """x / y, rounded once. By one number for many elements XLA divides as if by its reciprocal, which rounds twice, but
+    not where the divisor hangs on x too: that of a NaN is NaN here, which changes nothing."""
+    return x / y if is_complex(x) else x / jnp.where(jnp.isnan(x), x, y)
+
+
 @lowering("round.decimals")
 def round_decimals(self, *, decimals, ctx):
     if not jnp.issubdtype(self.dtype, jnp.floating):
         return self
     x = as_dtype(self, computed(ctx))
     scale = 10.0 ** abs(decimals)
-    return jnp.round(x * scale) / scale if decimals > 0 else jnp.round(x / scale) * scale
+    return _divide(jnp.round(x * scale), scale) if decimals > 0 else jnp.round(_divide(x, scale)) * scale
 
 
 @pointwise("abs", promote="complex_to_float")
@@ -160,7 +166,7 @@ def mul(self, other):
 
 @pointwise("div.Tensor", "div.Scalar", promote="int_to_float")
 def div(self, other):
-    return self / other
+    return _divide(self, other)
 
 
 @lowering("div.Tensor_mode", "div.Scalar_mode", lifts=True)
@@ -171,7 +177,7 @@ def div_mode(self, other, *, rounding_mode=None):
 @pointwise()
 def _trunc_divide(self, other):
     is_integer = jnp.issubdtype(self.dtype, jnp.integer)
-    return lax.div(*jnp.broadcast_arrays(self, other)) if is_integer else jnp.trunc(self / other)
+    return lax.div(*jnp.broadcast_arrays(self, other)) if is_integer else jnp.trunc(_divide(self, other))
 
 
 @pointwise("floor_divide", "floor_divide.Scalar", "floor_divide_.Tensor")
@@ -260,7 +266,7 @@ def addcmul(self, tensor1, tensor2, value=1):
 
 @pointwise("addcdiv")
 def addcdiv(self, tensor1, tensor2, value=1):
-    return self + value * tensor1 / tensor2
+    return self + _divide(value * tensor1, tensor2)
 
 
 @pointwise("lerp.Scalar", "lerp.Tensor")

@@ -1,0 +1,55 @@
+"""Quotients are rounded once, as PyTorch rounds them: products and their factors divide exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+DIVISORS: dict[str, Callable[[torch.Tensor], torch.Tensor | float]] = {
+    "a number": lambda c: c.item(),
+    "0-dim": lambda c: c[0],
+    "one element": lambda c: c,
+    "a row": lambda c: c.expand(2000),
+    "made in the region": lambda c: torch.ones(2000, device=c.device, dtype=c.dtype) * c,
+    "full": lambda c: torch.full((2000,), c.item(), device=c.device, dtype=c.dtype),
+}
+QUOTIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]] = {
+    "div": torch.div,
+    "div_": lambda x, y: x.clone().div_(y),
+    "trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "floor_divide": torch.floor_divide,
+    "index": lambda x, y: (x.round().long() / y).long(),
+    "foreach": lambda x, y: torch._foreach_div([x, x], [y, y] if isinstance(y, torch.Tensor) else y)[1],
+    "addcdiv": lambda x, y: torch.zeros_like(x).addcdiv(x, torch.as_tensor(y, device=x.device, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("divisor", DIVISORS)
+@pytest.mark.parametrize("quotient", QUOTIENTS)
+def test_a_multiple_is_divided_exactly(quotient: str, divisor: str, dtype: torch.dtype) -> None:
+    for c in (41.0, 49.0, 7.0):
+        on_cpu = torch.arange(1.0, 2001.0, dtype=dtype) * c
+        y = DIVISORS[divisor](torch.tensor([c], dtype=dtype, device="tpu"))
+        found = QUOTIENTS[quotient](on_cpu.to("tpu"), y).cpu()
+        torch.testing.assert_close(found, torch.arange(1, 2001).to(found.dtype), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_quotients_are_those_of_the_cpu_to_the_bit(dtype: torch.dtype) -> None:
+    x, y = torch.randn(50, 40).to(dtype), torch.randn(50, 1).to(dtype)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1.0, 3e-37, 1e37]).to(dtype)
+    for a, b in ((x, y), (x, y[0]), (y, x), (special[:, None], special), (special, special[3]), (special, special[0])):
+        torch.testing.assert_close((a.to("tpu") / b.to("tpu")).cpu(), a / b, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close((x.to("tpu") / 127.5).cpu(), x / 127.5, rtol=0, atol=0)
+
+
+def test_decimals_are_rounded_as_on_the_cpu() -> None:
+    x = torch.randn(1000) * 100
+    for decimals in (-2, 1, 2, 3):
+        torch.testing.assert_close(
+            x.to("tpu").round(decimals=decimals).cpu(), x.round(decimals=decimals), rtol=0, atol=0
+        )
