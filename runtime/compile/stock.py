@@ -186,7 +186,7 @@ class Stock:
         if padded is None and piece.offsets:
             padded = self._padded_as(piece, is_placed=True)
             if padded is not None:
-                piece.place()
+                piece.fix_offsets()
         return padded
 
     def _padded_as(self, piece: Piece, *, is_placed: bool) -> PaddedProgram | None:

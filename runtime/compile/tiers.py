@@ -26,10 +26,10 @@ class FirstTier(NamedTuple):
     compiled with these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one of the
     first tier to run meanwhile.
 
-    A region of at least `least_ops` ops is made of pieces where those that are new have at most `most_missing` of the
-    ops that would have to be compiled otherwise, or where these are more than `most_ops`, at most as many. Where more
-    than `most_visits` new regions have ended on the region's line, these are all ops of the region: what is there of
-    the whole is not asked.
+    A region of at least `least_ops` ops, or of two where new ones keep coming, is made of pieces where those that are
+    new have at most `most_missing` of the ops that would have to be compiled otherwise, or where these are more than
+    `most_ops`, at most as many. Where more than `most_visits` new regions have ended on the region's line, these are
+    all ops of the region: what is there of the whole is not asked.
     """
 
     options: Options
@@ -46,10 +46,10 @@ class FirstTier(NamedTuple):
     patience_ms: float
     large_launches: int
 
-    def may_divide(self, program: Program, is_forced: bool) -> bool:
+    def may_divide(self, program: Program, *, is_often_new: bool) -> bool:
         """Whether a program may be made of pieces: should a part of a padded one fail, the whole could not be run as it
         was recorded."""
-        least = 2 if is_forced else self.least_ops
+        least = 2 if is_often_new else self.least_ops
         return len(program.ops) >= least and not any(op.padding is not None for op in program.ops)
 
     def is_large(self, program: Program) -> bool:

@@ -118,11 +118,13 @@ class VariantBuilder:
         """The pieces of a region that is not looked at as a whole: new regions keep ending on its line, and it is made
         of what others were made of, for the most part. None where that is not so."""
         first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
-        if first is None or not (visits > first.most_visits or is_forced) or not first.may_divide(program, is_forced):
+        if first is None or not (visits > first.most_visits or is_forced):
+            return []
+        if not first.may_divide(program, is_often_new=True):
             return []
         pieces = self.stock.divide(program, is_often_new=visits > first.most_visits)
         new = self.stock.new_among(pieces)
-        is_known = sum(p.num_ops for p in new) <= first.most_missing * len(program.ops)
+        is_known = sum(p.num_ops for p in new) <= first.most_missing * sum(p.num_ops for p in pieces)
         is_worth_it = is_known and not first.is_paid_at_once(program)
         found = self._there(pieces, device) if not new or is_worth_it or is_forced else []
         if found:
@@ -133,14 +135,18 @@ class VariantBuilder:
     def new_pieces(self, program: Program, usual: list[tuple[Program, Plan]], device: int) -> list[Piece]:
         """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""
         first, is_forced = self.first_tier(), self.knob("tiers") == "pieces"
-        if first is None or not first.may_divide(program, is_forced):
+        if first is None:
+            return []
+        is_often_new = self.stock.visits(program.line) > first.most_visits
+        if not first.may_divide(program, is_often_new=is_often_new or is_forced):
             return []
         undivided = self.stock.missing_undivided(usual)
         if not undivided and not is_forced:
             return []
-        is_often_new = self.stock.visits(program.line) > first.most_visits
         pieces = self.stock.divide(program, is_often_new=is_often_new)
-        most = undivided if is_often_new or undivided > first.most_ops else first.most_missing * undivided
+        most: float = undivided if undivided > first.most_ops else first.most_missing * undivided
+        if is_often_new:  # of the ops with lists taken apart, as pieces have them
+            most = undivided / len(program.ops) * sum(piece.num_ops for piece in pieces)
         if self.stock.missing(pieces) > most and not is_forced:
             return []
         return self._there(pieces, device)

@@ -1,4 +1,4 @@
-"""Divides recorded ops over lists into ops on each of their elements.
+"""Divides recorded ops over lists into ops on each of their elements, and copies elements that lie apart.
 
 What many tensors undergo one op after the other then stands together for each tensor.
 """
@@ -6,13 +6,15 @@ What many tensors undergo one op after the other then stands together for each t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torchtpu.runtime.ir.values import operands
 
 from .calls import results_of
-from .program import Op, Operand
+from .program import Base, Op, Operand, Program, Result
+from .strided_access import row_major
 
 
 def take_apart(ops: Iterable[Op], maps: Callable[[Op], bool]) -> list[Op]:
@@ -62,6 +64,53 @@ def elements(op: Op) -> list[Op]:
         )
         for i in range(count)
     ]
+
+
+def with_plain_elements(program: Program, maps: Callable[[Op], bool]) -> tuple[Program, list[int]]:
+    """The program with copies of list elements that lie in their arrays in another way than others of their sizes, and
+    the places of the copies: an op on all of a list is then the same whichever of its elements are views."""
+    mixed = {
+        place for place, op in enumerate(program.ops) if any(map(_is_mixed, op.args)) and not op.writes and not maps(op)
+    }
+    if not mixed:
+        return program, []
+    ops: list[Op] = []
+    copies: list[int] = []
+    values = itertools.count(1 + max(made.value for op in program.ops for made in results_of(op)))
+
+    def plain(given: Operand, line: str) -> Operand:
+        if given.value is None or _is_plain(given):
+            return given
+        base = Base(given.sizes, given.dtype)
+        result = Result(next(values), given.sizes, row_major(given.sizes), given.dtype, base)
+        copies.append(len(ops))
+        ops.append(Op("alias_copy", (given,), (result,), (), line))
+        return Operand(result.value, result.sizes, result.strides, 0, result.dtype, base)
+
+    for place, op in enumerate(program.ops):
+        args = [
+            tuple([plain(a, op.line) for a in given]) if place in mixed and _is_mixed(given) else given
+            for given in op.args
+        ]
+        ops.append(dataclasses.replace(op, args=tuple(args)) if place in mixed else op)
+    return dataclasses.replace(program, ops=tuple(ops)), copies
+
+
+def _is_mixed(given: Any) -> bool:
+    """Whether a list has tensors of equal sizes that lie in their arrays in different ways."""
+    if type(given) is not tuple or not all(isinstance(element, Operand) for element in given):
+        return False
+    ways: dict[Any, Any] = {}
+    for element in given:
+        way = element.strides, element.base
+        if ways.setdefault((element.sizes, element.dtype), way) != way:
+            return True
+    return False
+
+
+def _is_plain(given: Operand) -> bool:
+    """Whether a tensor is all of its array, as this lies."""
+    return given.base == (given.sizes, given.dtype) and given.strides == row_major(given.sizes)
 
 
 def _only(argument: Any, element: int, count: int) -> Any:

@@ -56,8 +56,9 @@ MOST_VARIABLES = 6
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same capacity
 _MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
 _FEWEST_SAMPLES = 3
-_MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest of those
+_MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest and most of those
 _FEWEST_RECENT = 4
+_MOST_RECENT = 256
 _MOST_OUTLINES = 256
 _MOST_TEMPLATES = 4  # of one outline
 _NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
@@ -474,21 +475,47 @@ def _is_bucket(size: int) -> bool:
     return size >= _LEAST_BUCKET and size & (size - 1) == 0
 
 
+class _Sample:
+    """A program, and what its slots are once somebody asks."""
+
+    def __init__(self, program: Program, is_special: IsStructural) -> None:
+        self.program = program
+        self._is_special = is_special
+
+    def slots(self) -> tuple[Outline, list[int]]:
+        """What `slots_of` gives, or raises."""
+        if isinstance(self._slots, Refused):
+            raise Refused(str(self._slots))
+        return self._slots
+
+    @functools.cached_property
+    def _slots(self) -> tuple[Outline, list[int]] | Refused:
+        try:
+            return slots_of(self.program, self._is_special)
+        except Refused as error:
+            return error
+
+
 class Layouts:
     """The templates, and the programs that they are made of. Methods may be called from any thread."""
 
     def __init__(self, is_special: IsStructural) -> None:
         self._is_special = is_special
         self._lock = threading.Lock()  # guards what follows
-        self._recent: deque[Program] = deque()
+        self._recent: deque[_Sample] = deque()
+        self._num_ops = 0  # of these
+        self._asked: _Sample | None = None  # the latest, which may be noted next
         self._templates: dict[Outline, list[Template]] = {}
 
     def note(self, program: Program) -> None:
         """Keeps a program for a while: others of the same ops may follow."""
         with self._lock:
-            self._recent.append(program)
-            while sum(len(p.ops) for p in self._recent) > _MOST_RECENT_OPS and len(self._recent) > _FEWEST_RECENT:
-                self._recent.popleft()
+            self._recent.append(self._sample(program))
+            self._num_ops += len(program.ops)
+            while len(self._recent) > _MOST_RECENT or (
+                self._num_ops > _MOST_RECENT_OPS and len(self._recent) > _FEWEST_RECENT
+            ):
+                self._num_ops -= len(self._recent.popleft().program.ops)
 
     def outline_of(self, program: Program) -> Outline:
         """What a program has in common with those that it may share a form with; raises Refused."""
@@ -503,12 +530,15 @@ class Layouts:
     ) -> PaddedProgram:
         """The padded form of a program, as programs of the same ops had it, or as these, and those of the same ops that
         were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
-        shared, slots = slots_of(program, self._is_special)
         with self._lock:
-            known, recent = list(self._templates.get(shared, ())), list(reversed(self._recent))
+            sample = self._asked = self._sample(program)
+            given, recent = list(map(self._sample, others)), list(reversed(self._recent))
+        shared, slots = sample.slots()
+        with self._lock:
+            known = list(self._templates.get(shared, ()))
         error: Exception = Refused("no other sizes of it are known")
         makers: list[Callable[[], Any]] = [functools.partial(_same, template) for template in known]
-        for make in (*makers, *self._makers(program, shared, slots, [*others, *recent])):
+        for make in (*makers, *self._makers(program, shared, slots, [*given, *recent])):
             try:
                 template = make()
                 padded = template.pad(program, slots, most_variables)
@@ -534,29 +564,36 @@ class Layouts:
         """The padded form of a program that another process made of these samples; raises Refused, or what `check`
         raises."""
         shared, slots = slots_of(program, self._is_special)
-        padded = Template(shared, self._is_special, self._samples(shared, {}, samples)).pad(program, slots)
+        padded = Template(shared, self._is_special, self._samples(shared, {}, self._as_samples(samples))).pad(
+            program, slots
+        )
         check(padded)
         return padded
 
     def _makers(
-        self, program: Program, shared: Outline, slots: list[int], others: Sequence[Program]
+        self, program: Program, shared: Outline, slots: list[int], others: Sequence[_Sample]
     ) -> Iterator[Callable[[], Template]]:
         """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
         samples = self._samples(shared, {tuple(slots): program}, others)
         for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES), min(len(samples), 2))):
             yield functools.partial(Template, shared, self._is_special, dict(itertools.islice(samples.items(), count)))
 
+    def _sample(self, program: Program) -> _Sample:
+        """A program with what was found out of it. Under the lock."""
+        known = (sample for sample in (self._asked, *reversed(self._recent)) if sample and sample.program is program)
+        return next(known, None) or _Sample(program, self._is_special)
+
     def _samples(
-        self, shared: Outline, first: Mapping[tuple[int, ...], Program], others: Iterable[Program]
+        self, shared: Outline, first: Mapping[tuple[int, ...], Program], others: Iterable[_Sample]
     ) -> dict[tuple[int, ...], Program]:
         """The first ones, and others of this outline with other slots, each with its slots."""
         samples, names = dict(first), [call.name for call in shared.calls]
         for other in others:
-            if len(samples) < _MOST_SAMPLES and [op.name for op in other.ops] == names:
+            if len(samples) < _MOST_SAMPLES and [op.name for op in other.program.ops] == names:
                 with contextlib.suppress(Refused):
-                    outlined, found = slots_of(other, self._is_special)
+                    outlined, found = other.slots()
                     if outlined == shared:
-                        samples.setdefault(tuple(found), other)
+                        samples.setdefault(tuple(found), other.program)
         return samples
 
 

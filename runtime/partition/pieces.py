@@ -2,7 +2,8 @@
 
 A stream is cut where an op's hash is the largest of the next four. Equal stretches of different streams, at any place
 of them, are so divided alike, and a piece does not know where it stood: where a view begins is a run-time number, lists
-are taken apart, and what nobody needs is left out. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9 and 6.
+are taken apart, and what nobody needs is left out. List elements that lie in their arrays in another way than others of
+their sizes are copied, by pieces of copies alone. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9 and 6.
 Where that is, and which pieces are equal, is found in C++ (`csrc/region/pieces.cpp`).
 """
 
@@ -13,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime import _C
-from torchtpu.runtime.ir.list_ops import elements
+from torchtpu.runtime.ir.list_ops import elements, with_plain_elements
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program
 from torchtpu.runtime.ir.values import is_part, operands, rewrite
 from torchtpu.runtime.lowering.fragments import Fragments
@@ -25,13 +26,14 @@ from .split import PartNumbers
 class Piece:
     """A part of a region. Equal ones have one `identity`: all but `lines`, that of the region and those of the ops.
 
-    Its program is written when somebody asks for it; a launch of a known one does not. Who divides says how many of
-    its sizes, `most_variables`, may change where it is padded: 0 where it is not to be.
+    Its program is written when somebody asks for it; a launch of a known one does not. It has `num_ops` of the
+    region's ops, none where it copies elements of lists. Who divides says how many of its sizes, `most_variables`, may
+    change where it is padded: 0 where it is not to be.
     """
 
     __slots__ = (
         "_calls", "_donated", "_made", "_program", "_region",
-        "floats", "identity", "inputs", "ints", "lines", "most_variables", "offsets", "outputs",
+        "floats", "identity", "inputs", "ints", "lines", "most_variables", "num_ops", "offsets", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +51,7 @@ class Piece:
         offsets: tuple[int, ...],
     ) -> None:
         self.most_variables = 0
+        self.num_ops = len(calls)
         self.identity = identity
         self.lines = lines
         self.inputs = inputs
@@ -63,8 +66,9 @@ class Piece:
         self._program: Program | None = None
 
     @property
-    def num_ops(self) -> int:
-        return len(self._calls)
+    def place(self) -> int:
+        """That of its first op in the region."""
+        return self._calls[0][0]
 
     @property
     def program(self) -> Program:
@@ -83,7 +87,7 @@ class Piece:
         """The `identity` of those that begin where this one does."""
         return hash((self.identity, self.offsets))
 
-    def place(self) -> None:
+    def fix_offsets(self) -> None:
         """Makes constants of the `offsets`: the piece is another one then."""
         self.identity = self.placed_identity
         self.offsets = ()
@@ -123,7 +127,12 @@ class Divider:
         divider = self._dividers.get(watched)
         if divider is None:
             divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts)
-        return [Piece(program, *row) for row in divider.divide(program)]
+        plain, copies = with_plain_elements(program, self._fragments.maps)
+        pieces = [Piece(plain, *row) for row in divider.divide(plain, copies)]
+        for piece in pieces if copies else ():
+            if piece.place in copies:
+                piece.num_ops = 0
+        return pieces
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
         """Of ops, or of what they do to an element of their lists: whether they have checks, and what they read."""

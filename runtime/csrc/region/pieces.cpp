@@ -569,7 +569,7 @@ void Divider::learn(const std::vector<Call>& calls, const py::tuple& ops) {
   }
 }
 
-py::list Divider::divide(const py::object& program) {
+py::list Divider::divide(const py::object& program, const std::vector<size_t>& apart) {
   const Fields& f = fields();
   if (signs_.size() > kMostKnown) signs_.clear();
   if (identities_.size() > kMostKnown) identities_.clear();
@@ -615,10 +615,20 @@ py::list Divider::divide(const py::object& program) {
   }
   std::reverse(kept.begin(), kept.end());
 
+  auto is_apart = [&](const Call& call) { return std::binary_search(apart.begin(), apart.end(), call.place); };
+  std::vector<size_t> ends;
   std::vector<uint64_t> marks;
-  for (const Call& call : kept) marks.push_back(mark_of(call));
-  std::vector<size_t> ends = ends_of(marks);
-  if (!kept.empty()) ends.push_back(kept.size());
+  std::vector<uint8_t> is_copy(num_inputs + num_values);  // which are not donated: their number changes
+  for (size_t place = 0; place < kept.size(); place++) {
+    for (int64_t value : kept[place].made) is_copy[at(value)] = is_apart(kept[place]);
+    marks.push_back(mark_of(kept[place]));
+    bool is_last = place + 1 == kept.size() || is_apart(kept[place]) != is_apart(kept[place + 1]);
+    if (!is_last) continue;
+    size_t begin = place + 1 - marks.size();
+    for (size_t end : ends_of(marks)) ends.push_back(begin + end);
+    ends.push_back(place + 1);
+    marks.clear();
+  }
   std::vector<int64_t> last(num_inputs + num_values, -1);  // the piece that reads a value last
   for (size_t place = 0, piece = 0; place < kept.size(); place++) {
     if (place == ends[piece]) piece++;
@@ -655,7 +665,7 @@ py::list Divider::divide(const py::object& program) {
     }
     for (size_t i = 0; i < numbers.inputs.size(); i++) {
       int64_t value = numbers.inputs[i];
-      bool is_free = value < 0 ? is_given_up[~value] : !is_kept[at(value)];
+      bool is_free = value < 0 ? is_given_up[~value] : !is_kept[at(value)] && !is_copy[at(value)];
       if (!is_free || last[at(value)] != static_cast<int64_t>(piece)) continue;
       donated.push_back(static_cast<int64_t>(i));
       text += '<';

@@ -1,4 +1,4 @@
-// Pieces: in comes a recorded program, out go parts of one to four ops, divided by what the ops are and nothing else.
+// Pieces: divides a recorded program into parts of one to four ops, by what the ops are and nothing else.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -27,8 +27,9 @@ class Divider {
   // `maps(op)`: whether an op goes through its lists in step.  `facts([(op, element), ...])`: of each op, or of what it
   // does to one element of its lists, whether it has checks and which of its run-time arguments are used.
   Divider(py::object maps, py::object facts) : maps_(std::move(maps)), facts_(std::move(facts)) {}
-  // The pieces, each as what runtime.partition.pieces.Piece is made with, but for the first two.
-  py::list divide(const py::object& program);
+  // The pieces, each as what runtime.partition.pieces.Piece is made with, but for the first two.  The ops at the places
+  // `apart`, in ascending order, are in no piece with others, and what they make is not donated.
+  py::list divide(const py::object& program, const std::vector<size_t>& apart);
 
   struct Call;
 
