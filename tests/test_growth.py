@@ -609,3 +609,58 @@ def test_a_lap_that_fails_names_its_line_and_leaves_what_was_before() -> None:
     with pytest.raises(IndexError, match=r"test_growth\.py:\d+"):
         x.sum().item()
     assert steps.tolist() == [8.0] * 4
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_part_of_an_array_whose_length_changes_too_is_read_by_few_programs(step: int) -> None:
+    dice = random.Random(0)
+    cuts = [
+        (n := dice.randrange(20, 90), first := dice.randrange(n - 9), dice.randrange(first + 8, n)) for _ in range(24)
+    ]
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n, first, last in cuts:
+            x = torch.arange(2.0 * n).view(n, 2).to(device)
+            found.append((x[first:last:step] * 2).sum(0).cpu())
+        return found
+
+    compiled, padded = same_on_both(loop)
+    assert compiled <= 10
+    assert padded >= 16
+
+
+def test_elements_that_a_mask_takes_of_ever_other_graphs_are_read_by_few_programs() -> None:
+    """The edges of a graph that are no loops, as PyG's layers take them."""
+
+    def loop(device: str) -> list[Tensor]:
+        found, dice = [], torch.Generator().manual_seed(0)
+        for i in range(24):
+            n = 5 + (i * 7) % 23
+            edges = torch.randint(0, n, (2, 3 * n), generator=dice).to(device)
+            kept = edges[:, edges[0] != edges[1]]
+            found += [kept[1].sum().cpu(), torch.zeros(n).to(device).index_add_(0, kept[0], kept[1].float()).cpu()]
+        return found
+
+    compiled, _ = same_on_both(loop)
+    assert compiled <= 40
+
+
+@pytest.mark.parametrize("self_loops", [False, True])
+def test_edges_of_ever_other_graphs_are_listed_by_few_programs(self_loops: bool) -> None:
+    """What `nonzero` and masks make lies one after the other at the beginning of a longer array."""
+
+    def loop(device: str) -> list[Tensor]:
+        found, dice = [], torch.Generator().manual_seed(0)
+        for i in range(24):
+            n = 8 + (i * 7) % 23
+            edges = (torch.rand(n, n, generator=dice) < 0.4).to(device).nonzero().t()
+            if self_loops:
+                nodes = torch.arange(n, device=device)
+                edges = torch.cat([edges[:, edges[0] != edges[1]], torch.stack([nodes, nodes])], 1)
+            x = torch.rand(n, 3, generator=dice).to(device)
+            found.append(torch.zeros(n, 3).to(device).index_add_(0, edges[1], x[edges[0]]).cpu())
+        return found
+
+    compiled, _ = same_on_both(loop)
+    assert compiled <= 30

@@ -98,7 +98,8 @@ class PaddedExtent:
     """What a tensor of `sizes` takes of an array of `shape`, which is longer in memory: all of it where `dims` is None.
 
     Else the array is reshaped to `factors`, `ranges[k]` (start, count, step) is taken of factor k, and `dims[d]` are
-    the factors that dimension d runs over (see `StridedAccess`). An int that changes is an expression, as text.
+    the factors that dimension d runs over (see `StridedAccess`). With `order`, what is taken is a run of the one
+    factor, in which the dimensions follow each other in this order. An int that changes is an expression, as text.
     """
 
     sizes: tuple[int | str, ...]
@@ -106,6 +107,7 @@ class PaddedExtent:
     factors: tuple[int | str, ...] = ()
     ranges: tuple[tuple[int | str, int | str, int], ...] = ()
     dims: tuple[tuple[int, ...], ...] | None = None
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

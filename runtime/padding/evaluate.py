@@ -125,8 +125,15 @@ class Symbols:
         for axis, (start, count, step) in enumerate(ranges):
             if step == 1 and not core.is_constant_dim(start) and core.is_constant_dim(count):
                 array = lax.dynamic_slice_in_dim(array, core.dimension_as_value(start), count, axis)
-            else:
+                continue
+            try:
                 array = lax.slice_in_dim(array, start, start + (count - 1) * step + 1, step, axis)
+            except core.InconclusiveDimensionOperation:  # that it ends within the array is known of the sizes that came
+                places = core.dimension_as_value(start) + step * lax.iota(jnp.int32, count)
+                array = jnp.take(array, places, axis, mode="clip")
+        if part.order:
+            array = lax.reshape(array, tuple(sizes[axis] for axis in part.order))
+            return lax.transpose(array, [part.order.index(axis) for axis in range(len(sizes))])
         order = [k for dim in part.dims for k in dim]
         used = sorted(order)
         array = lax.reshape(array, tuple(ranges[k][1] for k in used))
@@ -139,6 +146,8 @@ class Symbols:
         shape, factors = self.sizes(part.shape), self.sizes(part.factors)
         if part.dims is None:
             return new
+        if part.order:
+            raise Refused("a write to a part of what lies one after the other")
         ranges = [(self.size(start), self.size(count), step) for start, count, step in part.ranges]
         order = [k for dim in part.dims for k in dim]
         if any(not dim and not _is_one(size) for dim, size in zip(part.dims, new.shape, strict=True)):

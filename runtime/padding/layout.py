@@ -154,7 +154,8 @@ def _least_in(capacity: int) -> int:
 
 
 class _View(NamedTuple):
-    """A tensor over an array of `shape`: all of it where `access` is None, else one's factors, ranges, dims.
+    """A tensor over an array of `shape`: all of it where `access` is None, else factors, ranges, dims and order of one
+    (see `PaddedExtent`).
 
     Where `strides` is not None, it lies at a run-time offset.
     """
@@ -260,10 +261,21 @@ def _view(
         raise Refused("an empty view")
     found = find_access(base.shape, sizes, strides, offset)
     if found is None:
-        raise Refused("a view that is no box of its array")
+        order = _order_of_run(sizes, strides)
+        if order is None:
+            raise Refused("a view that is no box of its array")
+        run = (slot(math.prod(base.shape)),), ((slot(offset), slot(math.prod(sizes)), 1),), ((0,),), order
+        return _View(shape, whole, run, None, (*about, base.dtype, False))
     ranges = tuple((slot(r.start), slot(r.taken), r.step) for r in found.ranges)
-    access = tuple(map(slot, found.factors)), ranges, found.dims
+    access = tuple(map(slot, found.factors)), ranges, found.dims, ()
     return _View(shape, whole, access, None, (*about, base.dtype, found.is_whole))
+
+
+def _order_of_run(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order in which dimensions follow each other in a tensor whose elements lie one after the other, or None."""
+    order = tuple(sorted(range(len(sizes)), key=lambda axis: (-strides[axis], axis)))
+    is_run = _is_dense(tuple(sizes[axis] for axis in order), tuple(strides[axis] for axis in order))
+    return order if is_run else None
 
 
 @functools.lru_cache(maxsize=8192)
@@ -440,7 +452,7 @@ def _limits_of(value: Any) -> dict[str, tuple[int, int]]:
     """The least and the most that variables are where views take parts of them, or they are parts of what stays."""
     found: dict[str, tuple[int, int]] = {}
     for view in _views_of(value):
-        factors, ranges, _ = view.access or ((), (), ())
+        factors, ranges, *_ = view.access or ((), ())
         for factor, (start, taken, step) in zip(factors, ranges, strict=True):
             if not isinstance(start, int):
                 continue
@@ -564,9 +576,8 @@ class Layouts:
         """The padded form of a program that another process made of these samples; raises Refused, or what `check`
         raises."""
         shared, slots = slots_of(program, self._is_special)
-        padded = Template(shared, self._is_special, self._samples(shared, {}, self._as_samples(samples))).pad(
-            program, slots
-        )
+        known = self._samples(shared, {}, [_Sample(sample, self._is_special) for sample in samples])
+        padded = Template(shared, self._is_special, known).pad(program, slots)
         check(padded)
         return padded
 
@@ -736,7 +747,7 @@ class _Maker:
     def offset(self, view: _View) -> Lifted:
         """Where a view begins in an array that is not longer, at run time."""
         assert view.access is not None
-        factors, ranges, _ = view.access
+        factors, ranges, *_ = view.access
         terms, constant, weight = [], 0, math.prod(factors)
         for factor, (start, _, _) in zip(factors, ranges, strict=True):
             weight //= factor
@@ -783,13 +794,14 @@ class _PaddedOp:
 
     def part(self, view: _View) -> PaddedExtent:
         """A tensor over a longer array."""
-        factors, ranges, dims = view.access or ((), (), ())
+        factors, ranges, dims, order = view.access or ((), (), None, ())
         return PaddedExtent(
             self._texts(view.sizes),
             self._texts(view.shape),
             self._texts(factors),
             tuple((self.text(start), self.text(taken), step) for start, taken, step in ranges),
-            None if view.access is None else dims,
+            dims,
+            order,
         )
 
     def text(self, leaf: Leaf) -> int | str:
@@ -825,7 +837,7 @@ def _is_longer(view: _View) -> bool:
     """Whether a tensor, or the array that it lies in, is longer in memory; else it may begin at another place."""
     if _has_size(view.shape) or _has_size(view.sizes) or view.strides is not None:
         return _has_size(view)
-    factors, ranges, _ = view.access or ((), (), ())
+    factors, ranges, *_ = view.access or ((), ())
     return _has_size(factors) or any(_has_size(taken) for _, taken, _ in ranges)
 
 
