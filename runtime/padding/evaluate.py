@@ -160,7 +160,17 @@ class Symbols:
         if old is None or old.shape != shape or any(step != 1 for _, _, step in ranges):
             raise Refused("a write with a step, or into an array of another shape")
         starts = [jnp.asarray(core.dimension_as_value(start), jnp.int32) for start, _, _ in ranges]
-        made = lax.dynamic_update_slice(lax.reshape(old, factors), new, starts)
+        old = lax.reshape(old, factors)
+        try:
+            made = lax.dynamic_update_slice(old, new, starts)
+        except core.InconclusiveDimensionOperation:  # as where it is read
+            inside = jnp.asarray(True)
+            for axis, (_, count, _) in enumerate(ranges):
+                if part.ranges[axis][1] != part.factors[axis]:
+                    new = jnp.take(new, lax.iota(jnp.int32, factors[axis]) - starts[axis], axis, mode="clip")
+                    places = lax.broadcasted_iota(jnp.int32, factors, axis) - starts[axis]
+                    inside &= (places >= 0) & (places < core.dimension_as_value(count))
+            made = jnp.where(inside, new, old)
         return lax.reshape(made, shape)
 
     def checked(self, array: Any, sizes: Sequence[Any]) -> Any:

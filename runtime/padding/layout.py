@@ -61,6 +61,7 @@ _FEWEST_RECENT = 4
 _MOST_RECENT = 256
 _MOST_OUTLINES = 256
 _MOST_TEMPLATES = 4  # of one outline
+_FEWEST_REFUSED = 16  # programs of one outline, before ever fewer are tried
 _NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
 _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
@@ -518,6 +519,7 @@ class Layouts:
         self._num_ops = 0  # of these
         self._asked: _Sample | None = None  # the latest, which may be noted next
         self._templates: dict[Outline, list[Template]] = {}
+        self._refused: dict[Outline, tuple[int, str]] = {}  # how often in turn, and why the last time
 
     def note(self, program: Program) -> None:
         """Keeps a program for a while: others of the same ops may follow."""
@@ -548,6 +550,10 @@ class Layouts:
         shared, slots = sample.slots()
         with self._lock:
             known = list(self._templates.get(shared, ()))
+            count, reason = self._refused.get(shared, (0, ""))
+            if count >= _FEWEST_REFUSED and count & (count - 1):  # it is tried again where that is a power of two
+                self._refused[shared] = count + 1, reason
+                raise Refused(reason)
         error: Exception = Refused("no other sizes of it are known")
         makers: list[Callable[[], Any]] = [functools.partial(_same, template) for template in known]
         for make in (*makers, *self._makers(program, shared, slots, [*given, *recent])):
@@ -560,6 +566,10 @@ class Layouts:
                 continue
             self._keep(shared, template)
             return padded
+        with self._lock:
+            self._refused[shared] = count + 1, str(error)
+            if len(self._refused) > _MOST_OUTLINES:
+                del self._refused[next(iter(self._refused))]
         raise error
 
     def _keep(self, shared: Outline, template: Template) -> None:
@@ -567,6 +577,7 @@ class Layouts:
         with self._lock:
             others = [t for t in self._templates.get(shared, ()) if t is not template]
             self._templates[shared] = [template, *others][:_MOST_TEMPLATES]
+            self._refused.pop(shared, None)
             while len(self._templates) > _MOST_OUTLINES:
                 del self._templates[next(iter(self._templates))]
 
