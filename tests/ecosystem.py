@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -431,6 +432,77 @@ def _graphs(device: str) -> list[float]:
     return losses
 
 
+def _sampled(device: str) -> list[float]:
+    """Deep Q-learning: half of the actions that are replayed are views of what the network chose."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    dice, state = random.Random(0), torch.randn(4)
+    net, target = (nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).to(device) for _ in range(2))
+    target.load_state_dict(net.state_dict())
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3, amsgrad=True)
+    replayed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+    losses = []
+    for _ in range(40):
+        observed = state.tolist()
+        here = torch.tensor(observed, device=device).unsqueeze(0)
+        if dice.random() < 0.5:
+            with torch.no_grad():
+                action = net(here).max(1).indices.view(1, 1)
+        else:
+            action = torch.tensor([[dice.randrange(2)]], device=device)
+        state = state.roll(1) * (0.9 if action.item() else -0.5) + 0.1 * torch.randn(4)
+        there = None if dice.random() < 0.1 else torch.tensor(state.tolist(), device=device).unsqueeze(0)
+        replayed.append((here, action, there, torch.tensor([observed[0]], device=device)))
+        if len(replayed) < 8:
+            continue
+        states, actions, following, rewards = zip(*dice.sample(replayed, 8), strict=True)
+        goes_on = torch.tensor([s is not None for s in following], device=device)
+        chosen = net(torch.cat(states)).gather(1, torch.cat(actions))
+        worth = torch.zeros(8, device=device)
+        with torch.no_grad():
+            worth[goes_on] = target(torch.cat([s for s in following if s is not None])).max(1).values
+        expected = (worth * 0.99 + torch.cat(rewards)).unsqueeze(1)
+        loss = nn.functional.smooth_l1_loss(chosen, expected)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_value_(net.parameters(), 100)
+        optimizer.step()
+        own, theirs = net.state_dict(), target.state_dict()
+        target.load_state_dict({name: own[name] * 0.005 + theirs[name] * 0.995 for name in own})
+        losses.append(loss.item())
+    return losses
+
+
+def _linked(device: str) -> list[float]:
+    """A graph convolution whose loops are taken out and put back, as PyG's add_remaining_self_loops does."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    first, second = nn.Linear(5, 16).to(device), nn.Linear(16, 2).to(device)
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()], 1e-2)
+    losses = []
+    for _ in range(16):
+        nodes = int(torch.randint(8, 30, ()))
+        edges = torch.randint(nodes, (2, 3 * nodes)).to(device)
+        x, labels = torch.randn(nodes, 5).to(device), torch.randint(2, (nodes,)).to(device)
+        all_nodes = torch.arange(nodes, device=device)
+        edges = torch.cat([edges[:, edges[0] != edges[1]], torch.stack([all_nodes, all_nodes])], 1)
+        degrees = torch.zeros(nodes, device=device).index_add(0, edges[1], torch.ones(edges.shape[1], device=device))
+        weights = degrees.rsqrt()[edges[0]] * degrees.rsqrt()[edges[1]]
+        for layer in (first, second):
+            made = layer(x if layer is first else x.relu())
+            x = torch.zeros_like(made).index_add(0, edges[1], made[edges[0]] * weights[:, None])
+        loss = nn.functional.cross_entropy(x, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def _private(device: str) -> list[float]:
     import torch
     from torch import nn
@@ -501,6 +573,8 @@ PROGRAMS = {
     ),
     "solved": Program("torch", (), "an ODE solved by dopri5, in double precision, 5 training steps", _solved),
     "graphs": Program("torch", (), "a graph isomorphism network, 8 batches of other sizes", _graphs),
+    "linked": Program("torch", (), "a graph convolution that selects edges by a mask, 16 graphs", _linked),
+    "sampled": Program("torch", (), "deep Q-learning from a replay buffer, 33 steps", _sampled),
     "private": Program("torch", (), "DP-SGD with Poisson sampling, 8 steps", _private),
     "written": Program("torch", (), "a GPT of 3 layers, twice 24 tokens without a read", _written),
     "digits": Program("torch", (), "the MNIST example of pytorch/examples on random images, 2 epochs", _digits),

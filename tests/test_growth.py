@@ -664,3 +664,23 @@ def test_edges_of_ever_other_graphs_are_listed_by_few_programs(self_loops: bool)
 
     compiled, _ = same_on_both(loop)
     assert compiled <= 30
+
+
+TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda x, places: x.gather(0, places[:, None]),
+    "index": lambda x, places: x[places],
+    "embedding_bag": lambda x, places: F.embedding_bag(places[None], x),
+}
+
+
+@pytest.mark.parametrize("op", TAKEN)
+def test_an_error_of_a_padded_program_names_the_size_that_it_has(op: str) -> None:
+    padded = counted("regions_padded")
+    for n in (5, 6, 7, 9, 11):
+        x, places = torch.ones(n, 3).to("tpu"), (torch.arange(4) + n - 4).to("tpu")
+        if n < 9:
+            TAKEN[op](x, places).sum().cpu()
+            continue
+        with pytest.raises((IndexError, RuntimeError), match=rf"(size|0,) {n}\b"):
+            TAKEN[op](x, places + 1).sum().cpu()
+    assert counted("regions_padded") > padded

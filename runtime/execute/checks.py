@@ -20,7 +20,8 @@ class CheckResults:
     """Which of one launch's checks failed. Threads may race in it: each of them finds the same answer.
 
     `failed` is the array of `lower.failed_aval`; `pending` are the guards of the launch's inputs; `poisoned` are the
-    inputs that had failed and were zeros instead. `run` tells which run of the program this was, once somebody asks.
+    inputs that had failed and were zeros instead. `run` tells which run of the program this was, once somebody asks,
+    and `message_of` what a check says of it.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class CheckResults:
         pending: Mapping[PendingCheck, int],
         poisoned: int,
         run: Callable[[], str],
+        message_of: Callable[[Check], str],
     ) -> None:
         self._client = client
         self._words = failed  # None once read
@@ -38,6 +40,7 @@ class CheckResults:
         self._pending = pending
         self._poisoned = poisoned
         self._run = run
+        self._message_of = message_of
         self._failed = 0
         self._raised = 0
         self._guards: list[PendingCheck] = []
@@ -69,7 +72,7 @@ class CheckResults:
             self._failed = sum(word << i * CHECKS_PER_WORD for i, word in enumerate(words))
             self._words = None
             if not self._failed:
-                self._pending, self._run = {}, str
+                self._pending, self._run, self._message_of = {}, str, str
         return self._failed
 
     def raise_first(self, checks: int) -> None:
@@ -83,7 +86,7 @@ class CheckResults:
         """What to raise for a check that failed."""
         run = self._run()
         place = recorded_at(check.line, "" if run == f"entered from {check.line}" else run)
-        return check.error(f"{check.message} ({full_name(check.op)} {place})")
+        return check.error(f"{self._message_of(check)} ({full_name(check.op)} {place})")
 
     def raise_unread(self) -> None:
         """Raises what no read has raised, unless an earlier failure, which has an error of its own, led to it."""

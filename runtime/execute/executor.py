@@ -22,6 +22,7 @@ from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.ir.values import roots_of
 from torchtpu.runtime.padding.arrays import PaddedArray, PaddedWork, without_surplus
 from torchtpu.runtime.padding.check import SecondLaunch
+from torchtpu.runtime.padding.layout import with_sizes
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.log import write
 from torchtpu.runtime.telemetry.observers import Launched, Observer
@@ -235,7 +236,15 @@ class Executor:
         self.counters.launched.add(executable.about.tier)
         outcome = fault = None
         if executable.checks:
-            outcome = CheckResults(client, outputs.pop(), executable.checks, pending, failed, lambda: work.run)
+            outcome = CheckResults(
+                client,
+                outputs.pop(),
+                executable.checks,
+                pending,
+                failed,
+                lambda: work.run,
+                lambda check: with_sizes(check.message, work.program.ops[check.place], work.ints),
+            )
             self._settle(device)
             if outcome.is_known():
                 fault = outcome if outcome.failed() else None

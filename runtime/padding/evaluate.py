@@ -23,7 +23,7 @@ import numpy as np
 from torchtpu.runtime.device.jax_modules import core, export, jax, jnp, lax, prng, shape_poly
 from torchtpu.runtime.ir.program import PaddedExtent
 
-from .layout import Bound, Refused
+from .layout import Bound, Refused, marked
 
 _MOST_COMPARED = 100_000  # values of variables for which two sizes are compared
 _MOST_ELEMENTS = 2**31 - 1  # places are counted in i32
@@ -70,7 +70,7 @@ class Symbols:
     """The variables of an op's `Padding`: expressions of them, from text, and what is traced with such sizes."""
 
     def __init__(self, bounds: Sequence[Sequence[int]]) -> None:
-        _watch_comparisons()
+        _watch_sizes()
         self._bounds = {name: Bound(*bound) for name, bound in zip("abcdefgh", bounds, strict=False)}
         limits = [f"{n} >= {b.least}" for n, b in self._bounds.items()]
         limits += [f"{n} <= {b.most}" for n, b in self._bounds.items()]
@@ -241,8 +241,13 @@ class _Undecided:
 
 
 @functools.cache
-def _watch_comparisons() -> None:
-    """Has comparisons of jax's symbolic sizes noted from now on."""
+def _marked(dim: Any, spec: str) -> str:
+    is_lowerings = sys._getframe(1).f_globals.get("__name__", "").startswith("torchtpu.ops.")
+    return marked(str(dim)) if is_lowerings else format(str(dim), spec)
+
+
+def _watch_sizes() -> None:
+    """Has comparisons of jax's symbolic sizes noted from now on, and marked what lowerings say of them in messages."""
     is_equal = shape_poly._DimExpr.__eq__
 
     def compare(one: Any, other: Any) -> bool:
@@ -260,6 +265,7 @@ def _watch_comparisons() -> None:
 
     shape_poly._DimExpr.__eq__ = noted_is_equal
     shape_poly._DimExpr.__ne__ = noted_is_unequal
+    shape_poly._DimExpr.__format__ = _marked
 
 
 def evaluate(closed: Any, arrays: Sequence[Any], sizes: Sizes) -> list[Any]:

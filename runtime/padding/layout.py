@@ -23,6 +23,7 @@ import hashlib
 import itertools
 import math
 import operator
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ _MOST_OUTLINES = 256
 _MOST_TEMPLATES = 4  # of one outline
 _FEWEST_REFUSED = 16  # programs of one outline, before ever fewer are tried
 _NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
+_MARKED = re.compile("⟨(.*?)⟩")
 _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
 
@@ -643,6 +645,19 @@ def check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], fi
     for expression in expressions:
         if value_of(expression, values) == 0:
             raise Refused(f"{op.name} where {expression} is 0")
+
+
+def marked(expression: str) -> str:
+    """An expression of sizes within a message."""
+    return f"⟨{expression}⟩"
+
+
+def with_sizes(message: str, op: Op, ints: Any) -> str:
+    """A message of an op with what the expressions marked in it are; `ints` are a launch's run-time ints."""
+    if op.padding is None or "⟨" not in message:
+        return message
+    values = {name: int(ints[count.index]) for name, count in zip("abcdefgh", op.padding.counts, strict=False)}
+    return _MARKED.sub(lambda found: str(value_of(found[1], values)), message)
 
 
 def value_of(expression: str, values: Mapping[str, int]) -> int:
