@@ -234,14 +234,21 @@ def test_a_rule_hides_what_xla_never_ends_with() -> None:
         check(lambda a: (lax.igamma(a, a), lax.igammac(a, a)), [x], [{0}])
 
 
-def test_comparisons_that_sizes_decide_are_noted() -> None:
-    symbols = evaluate.Symbols([(2, 99, 128)] * 2)
+def test_comparisons_that_sizes_decide_are_noted_and_no_others() -> None:
+    symbols, watched = evaluate.Symbols([(2, 99, 128)] * 2), evaluate.shape_poly._DimExpr.__eq__
+    evaluate.Symbols([(2, 99, 128)])
+    assert evaluate.shape_poly._DimExpr.__eq__ is watched, "once: jax's own comparisons are told by who calls"
     a, b = symbols.sizes("ab")
 
     def compare() -> list[Any]:
         assert a != b and a not in (7, 8) and a != 9
         return []
 
+    symbols.trace(
+        lambda x, y: [x @ y, jnp.concatenate([x.T, y], 0)],
+        [jax.ShapeDtypeStruct(s, "float32") for s in ((a, b), (b, a))],
+    )
+    assert not symbols.unequal()
     symbols.trace(compare, [])
     assert set(symbols.unequal()) == {"- b + a", "a - 7", "a - 8", "a - 9"}
 

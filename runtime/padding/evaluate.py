@@ -240,12 +240,12 @@ class _Undecided:
         return tuple(sorted(found))
 
 
-@functools.cache
 def _marked(dim: Any, spec: str) -> str:
     is_lowerings = sys._getframe(1).f_globals.get("__name__", "").startswith("torchtpu.ops.")
     return marked(str(dim)) if is_lowerings else format(str(dim), spec)
 
 
+@functools.cache
 def _watch_sizes() -> None:
     """Has comparisons of jax's symbolic sizes noted from now on, and marked what lowerings say of them in messages."""
     is_equal = shape_poly._DimExpr.__eq__
