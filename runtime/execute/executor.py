@@ -243,7 +243,7 @@ class Executor:
                 pending,
                 failed,
                 lambda: work.run,
-                lambda check: with_sizes(check.message, work.program.ops[check.place], work.ints),
+                lambda check: with_sizes(check.message, check.place, work),
             )
             self._settle(device)
             if outcome.is_known():

@@ -652,11 +652,12 @@ def marked(expression: str) -> str:
     return f"⟨{expression}⟩"
 
 
-def with_sizes(message: str, op: Op, ints: Any) -> str:
-    """A message of an op with what the expressions marked in it are; `ints` are a launch's run-time ints."""
-    if op.padding is None or "⟨" not in message:
+def with_sizes(message: str, place: int, work: Any) -> str:
+    """A message of the op at this place of a work's program, with what the expressions marked in it are there."""
+    if "⟨" not in message:
         return message
-    values = {name: int(ints[count.index]) for name, count in zip("abcdefgh", op.padding.counts, strict=False)}
+    counts = work.program.ops[place].padding.counts
+    values = {name: int(work.ints[count.index]) for name, count in zip("abcdefgh", counts, strict=False)}
     return _MARKED.sub(lambda found: str(value_of(found[1], values)), message)
 
 
