@@ -54,7 +54,8 @@ def _one_by_one(function: Any, first: int, x: Any, axis: int) -> Any:
         return total, total.astype(x.dtype)
 
     elements = jnp.moveaxis(x, axis, 0)
-    _, made = lax.scan(step, jnp.full(elements.shape[1:], first, wide), elements, unroll=8)
+    # Steps on single numbers cost less than their loop; those on rows are loops of their own, better compiled alone.
+    _, made = lax.scan(step, jnp.full(elements.shape[1:], first, wide), elements, unroll=8 if x.ndim == 1 else 1)
     return jnp.moveaxis(made, 0, axis)
 
 
