@@ -155,6 +155,37 @@ def test_a_list_of_views_and_others_in_any_order_compiles_nothing_in_the_end(ste
     assert programs[-1] <= programs[20] + 2
 
 
+def test_lists_of_ever_other_lengths_and_sizes_are_put_together_by_few_programs() -> None:
+    """As ragged batches are: any number of tensors of any sizes, some of them views."""
+    dice = random.Random(0)
+    programs = []
+    for lap in range(60):
+        kept = [torch.arange(6.0 * dice.randint(1, 9)).view(-1, 3) + lap for _ in range(dice.randint(3, 9))]
+        sent = [x.to("tpu") for x in kept]
+        found = torch.cat([x[:, :2] if i % 2 else x[1:, :2] for i, x in enumerate(sent)])
+        expected = torch.cat([x[:, :2] if i % 2 else x[1:, :2] for i, x in enumerate(kept)])
+        for _ in range(6):
+            found, expected = found.mul(0.5).add(1), expected.mul(0.5).add(1)
+        assert found.cpu().equal(expected)
+        programs.append(metrics.snapshot()["programs_compiled"])
+    assert programs[-1] <= programs[30] + 8, "one program a lap, as one op, or two"
+
+
+def test_tensors_are_put_together_by_a_write_each_until_one_program_is_cheaper() -> None:
+    divider = Divider(startup.engine().fragments)
+    with Record() as record:
+        parts = [record.input(torch.zeros(count, 4)) for count in (2, 1, 3)]
+        y = torch.cat(parts, 0)
+    program = record.program(y)
+    assert [[op.name for op in piece.program.ops] for piece in divider.divide(program)] == [["cat"]]
+    pieces = divider.divide(program, is_often_new=True)
+    assert [[op.name for op in piece.program.ops] for piece in pieces] == [["constant_pad_nd"], ["copy_"], ["copy_"]]
+    assert [piece.program.donated for piece in pieces] == [(), (0,), (0,)]
+    for _ in range(1000):
+        pieces = divider.divide(program, is_often_new=True)
+    assert len(pieces) == 1
+
+
 def test_a_copied_element_keeps_what_is_written_later(in_pieces: None) -> None:
     x, y = torch.ones(4, device="tpu"), torch.ones(2, 2, device="tpu")
     made = torch.stack([x.view(2, 2), y, x.view(2, 2).T])
@@ -232,6 +263,22 @@ def test_pieces_that_come_with_other_sizes_serve_all_that_have_the_same_capacity
             before = metrics.snapshot()["programs_compiled"]
         torch.testing.assert_close(episode(length, "tpu").cpu(), episode(length, "cpu"), rtol=1e-5, atol=1e-5)
     assert metrics.snapshot()["programs_compiled"] == before
+
+
+def test_places_of_an_array_whose_size_changes_share_programs() -> None:
+    """A table that is filled cell by cell: a program for all cells serves, not one for each."""
+    dice = random.Random(0)
+    programs = []
+    for _ in range(24):
+        rows, columns = dice.randint(3, 10), dice.randint(3, 10)
+        found, expected = torch.zeros(rows, columns, device="tpu"), torch.zeros(rows, columns)
+        for table in (found, expected):
+            for i in range(1, rows):
+                for k in range(1, columns):
+                    table[i, k] = torch.minimum(table[i - 1, k], table[i, k - 1]) * 2 + 1
+        assert found.cpu().equal(expected)
+        programs.append(metrics.snapshot()["programs_compiled"])
+    assert max(b - a for a, b in itertools.pairwise(programs)) <= 24
 
 
 def test_rows_of_an_array_whose_length_changes_are_read_by_one_program(in_pieces: None) -> None:

@@ -26,6 +26,7 @@ from .tiers import FirstTier
 
 _MOST_PLACES = 1 << 14  # source lines that are remembered
 _MOST_SIZES = 3  # programs of one piece that are remembered
+_MOST_PLACED = 4  # padded programs for single places of what is one program for all places
 _FEWEST_SIZES = 2  # of one piece that tell that one size of it keeps changing
 
 
@@ -81,6 +82,7 @@ class Stock:
         # By identity and most variables.
         self._forms: OrderedDict[tuple[int, int], PaddedProgram | None] = OrderedDict()
         self._sizes: OrderedDict[Outline, list[Program]] = OrderedDict()  # pieces, placed ones too, the latest first
+        self._placed: OrderedDict[int, set[Program]] = OrderedDict()  # by identity: the padded forms for one place each
         self._padded: OrderedDict[Program, Plan] = OrderedDict()
         self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
@@ -120,7 +122,7 @@ class Stock:
     def divide(self, program: Program, *, is_often_new: bool) -> list[Piece]:
         """The pieces of a program, in order; none where no op of it is needed. Any may be padded where new regions keep
         coming; elsewhere those may of which one size changes, once `_FEWEST_SIZES` were seen."""
-        pieces = self._divider.divide(program)
+        pieces = self._divider.divide(program, is_often_new=is_often_new)
         for piece in pieces:
             piece.most_variables = MOST_VARIABLES if is_often_new else 1
         return pieces
@@ -183,11 +185,23 @@ class Stock:
         Where a view of a longer array begins has to be a constant: the piece is placed if it is padded in no other way.
         """
         padded = self._padded_as(piece, is_placed=False)
-        if padded is None and piece.offsets:
-            padded = self._padded_as(piece, is_placed=True)
-            if padded is not None:
-                piece.fix_offsets()
+        if padded is not None or not piece.offsets:
+            return padded
+        padded = self._padded_as(piece, is_placed=True)
+        if padded is None or not self._may_place(piece, padded):
+            return None
+        piece.fix_offsets()
         return padded
+
+    def _may_place(self, piece: Piece, padded: PaddedProgram) -> bool:
+        """Whether a piece may be padded in this form, which is for one place, where the piece as it is serves all."""
+        with self._lock:
+            forms = self._placed.setdefault(piece.identity, set())
+            is_one_of_few = padded.program in forms or len(forms) < _MOST_PLACED
+            if is_one_of_few:
+                forms.add(padded.program)
+            self._limit(self._placed)
+        return is_one_of_few
 
     def _padded_as(self, piece: Piece, *, is_placed: bool) -> PaddedProgram | None:
         """The same, of the piece as it is, or as it would be placed."""

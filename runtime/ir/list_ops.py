@@ -1,4 +1,4 @@
-"""Divides recorded ops over lists into ops on each of their elements, and copies elements that lie apart.
+"""Divides recorded ops over lists into ops on each of their elements, and puts elements together one by one.
 
 What many tensors undergo one op after the other then stands together for each tensor.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torchtpu.runtime.ir.values import operands
 
 from .calls import results_of
-from .program import Base, Op, Operand, Program, Result
+from .program import Base, Op, Operand, Program, Result, Write
 from .strided_access import row_major
 
 
@@ -66,34 +66,85 @@ def elements(op: Op) -> list[Op]:
     ]
 
 
-def with_plain_elements(program: Program, maps: Callable[[Op], bool]) -> tuple[Program, list[int]]:
-    """The program with copies of list elements that lie in their arrays in another way than others of their sizes, and
-    the places of the copies: an op on all of a list is then the same whichever of its elements are views."""
-    mixed = {
-        place for place, op in enumerate(program.ops) if any(map(_is_mixed, op.args)) and not op.writes and not maps(op)
-    }
-    if not mixed:
+def with_lists_apart(
+    program: Program, maps: Callable[[Op], bool], is_worth_it: Callable[[Op], bool]
+) -> tuple[Program, list[int]]:
+    """The program with lists made plain for ops on all of a list, and the places of the ops that this adds.
+
+    List elements that lie in their arrays in another way than others of their sizes are copied: such an op is then the
+    same whichever of its elements are views. Tensors of different sizes are put together by a write of each, where
+    that `is_worth_it`: such ops have any number of elements of any sizes, and a write is the same for all.
+    """
+    ways = [_way(op, maps, is_worth_it) for op in program.ops]
+    if not any(ways):
         return program, []
     ops: list[Op] = []
-    copies: list[int] = []
+    added: list[int] = []
     values = itertools.count(1 + max(made.value for op in program.ops for made in results_of(op)))
+
+    def add(op: Op) -> None:
+        added.append(len(ops))
+        ops.append(op)
 
     def plain(given: Operand, line: str) -> Operand:
         if given.value is None or _is_plain(given):
             return given
         base = Base(given.sizes, given.dtype)
         result = Result(next(values), given.sizes, row_major(given.sizes), given.dtype, base)
-        copies.append(len(ops))
-        ops.append(Op("alias_copy", (given,), (result,), (), line))
+        add(Op("alias_copy", (given,), (result,), (), line))
         return Operand(result.value, result.sizes, result.strides, 0, result.dtype, base)
 
-    for place, op in enumerate(program.ops):
-        args = [
-            tuple([plain(a, op.line) for a in given]) if place in mixed and _is_mixed(given) else given
-            for given in op.args
-        ]
-        ops.append(dataclasses.replace(op, args=tuple(args)) if place in mixed else op)
-    return dataclasses.replace(program, ops=tuple(ops)), copies
+    for op, way in zip(program.ops, ways, strict=True):
+        if way == "joined":
+            for write in _writes_of([plain(a, op.line) for a in op.args[0]], op, values):
+                add(write)
+            continue
+        if way == "mixed":
+            args = [tuple([plain(a, op.line) for a in given]) if _is_mixed(given) else given for given in op.args]
+            op = dataclasses.replace(op, args=tuple(args))
+        ops.append(op)
+    return dataclasses.replace(program, ops=tuple(ops)), added
+
+
+def _way(op: Op, maps: Callable[[Op], bool], is_worth_it: Callable[[Op], bool]) -> str:
+    """What becomes of an op on lists; "" where it stays."""
+    if _is_ragged(op) and is_worth_it(op):
+        return "joined"
+    return "mixed" if any(map(_is_mixed, op.args)) and not op.writes and not maps(op) else ""
+
+
+def _is_ragged(op: Op) -> bool:
+    """Whether an op puts more than two tensors of different sizes together that become parts of one array."""
+    if op.name != "cat" or len(op.args[0]) <= 2:
+        return False
+    elements, (result,) = op.args[0], op.results
+    return (
+        isinstance(result, Result)
+        and result.base == (result.sizes, result.dtype)
+        and result.strides == row_major(result.sizes)
+        and all(e.value is not None and e.dtype == result.dtype and 0 not in e.sizes for e in elements)
+        and all(len(e.sizes) == len(result.sizes) for e in elements)
+        and len({e.sizes for e in elements}) > 1
+    )
+
+
+def _writes_of(elements: Sequence[Operand], op: Op, values: Iterator[int]) -> Iterator[Op]:
+    """Ops that write these, one after the other, into the array that a `cat` makes: the first one makes it."""
+    (result,) = op.results
+    assert isinstance(result, Result)
+    axis = op.args[1] % len(result.sizes)
+    made = [*itertools.islice(values, len(elements) - 1), result.value]
+    first = elements[0]
+    behind = (0, result.sizes[axis] - first.sizes[axis])
+    pad = *(0, 0) * (len(result.sizes) - 1 - axis), *behind
+    yield Op("constant_pad_nd", (first, pad, 0), (dataclasses.replace(result, value=made[0]),), (), op.line)
+    place = first.sizes[axis]
+    for element, old, new in zip(elements[1:], made, made[1:], strict=False):
+        offset = place * result.strides[axis]
+        geometry = element.sizes, result.strides, offset, result.dtype, result.base
+        write = Write(0, None, new, *geometry, replaces=False)
+        yield Op("copy_", (Operand(old, *geometry), element, None), (None,), (write,), op.line)
+        place += element.sizes[axis]
 
 
 def _is_mixed(given: Any) -> bool:

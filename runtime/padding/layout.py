@@ -198,7 +198,7 @@ def outline(program: Program, slot: Callable[[int], Leaf], is_special: IsStructu
 
     A number that changes what its op means, as 2 does for `pow`, is no slot.
     """
-    inputs = tuple(tuple(map(slot, base.shape)) for base in program.inputs)
+    inputs = tuple(_dims(base.shape, slot) for base in program.inputs)
     calls = tuple(_call(op, slot, is_special) for op in program.ops)
     dtypes = tuple(base.dtype for base in program.inputs)
     return Outline(inputs, calls, (dtypes, program.outputs, program.donated, program.floats, program.ints))
@@ -229,7 +229,9 @@ def _argument(given: Any, slot: Callable[[int], Leaf], is_kept: Callable[[int], 
     kind = type(given)
     if kind is Operand:
         about = given.value, given.dtype
-        return _view(given.base, given.sizes, given.strides, given.offset, slot, about, is_zero=given.value is None)
+        return _view(
+            given.base, given.sizes, given.strides, given.offset, slot, about, is_zero=given.value is None, is_read=True
+        )
     if kind is tuple or kind is list:
         return tuple(_argument(item, slot, is_kept) for item in given)
     if kind is int and not is_kept(given):
@@ -250,11 +252,12 @@ def _view(
     about: tuple[Any, ...],
     *,
     is_zero: bool = False,
+    is_read: bool = False,
 ) -> _View:
-    whole = tuple(map(slot, sizes))
+    whole = _dims(sizes, slot)
     if is_zero:  # zeros of any shape
         return _View(whole, whole, None, None, (*about, base.dtype))
-    shape = tuple(map(slot, base.shape))
+    shape = _dims(base.shape, slot)
     if type(offset) is Lifted:
         return _View(shape, whole, None, tuple(map(slot, strides)), (*about, base.dtype, offset))
     assert isinstance(offset, int)
@@ -263,15 +266,24 @@ def _view(
     if 0 in sizes or 0 in base.shape:
         raise Refused("an empty view")
     found = find_access(base.shape, sizes, strides, offset)
-    if found is None:
+    if found is None or (is_read and any(len(dim) > 1 for dim in found.dims)):  # a size that is a product is refused
         order = _order_of_run(sizes, strides)
-        if order is None:
+        if order is None and found is None:
             raise Refused("a view that is no box of its array")
+    else:
+        order = None
+    if order is not None:
         run = (slot(math.prod(base.shape)),), ((slot(offset), slot(math.prod(sizes)), 1),), ((0,),), order
         return _View(shape, whole, run, None, (*about, base.dtype, False))
+    assert found is not None
     ranges = tuple((slot(r.start), slot(r.taken), r.step) for r in found.ranges)
     access = tuple(map(slot, found.factors)), ranges, found.dims, ()
     return _View(shape, whole, access, None, (*about, base.dtype, found.is_whole))
+
+
+def _dims(sizes: tuple[int, ...], slot: Callable[[int], Leaf]) -> tuple[Leaf, ...]:
+    """Dimensions as slots, but for those of one element: these are broadcast, and stand in programs of their own."""
+    return tuple(1 if size == 1 else slot(size) for size in sizes)
 
 
 def _order_of_run(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -3,7 +3,8 @@
 A stream is cut where an op's hash is the largest of the next four. Equal stretches of different streams, at any place
 of them, are so divided alike, and a piece does not know where it stood: where a view begins is a run-time number, lists
 are taken apart, and what nobody needs is left out. List elements that lie in their arrays in another way than others of
-their sizes are copied, by pieces of copies alone. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9 and 6.
+their sizes are copied, by pieces of a copy each; where streams keep differing, tensors of different sizes are put
+together by pieces that write one each. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9 and 6.
 Where that is, and which pieces are equal, is found in C++ (`csrc/region/pieces.cpp`).
 """
 
@@ -14,21 +15,24 @@ from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime import _C
-from torchtpu.runtime.ir.list_ops import elements, with_plain_elements
-from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program
+from torchtpu.runtime.ir.list_ops import elements, with_lists_apart
+from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Scalar
 from torchtpu.runtime.ir.values import is_part, operands, rewrite
 from torchtpu.runtime.lowering.fragments import Fragments
 
 from .dead_ops import without_values
 from .split import PartNumbers
 
+_WRITES_A_PROGRAM = 1000  # cost what a program costs: it compiles for some 20 ms, a launch takes some 20 us
+_MOST_JOINS = 1 << 14  # lists of sizes that are remembered
+
 
 class Piece:
     """A part of a region. Equal ones have one `identity`: all but `lines`, that of the region and those of the ops.
 
     Its program is written when somebody asks for it; a launch of a known one does not. It has `num_ops` of the
-    region's ops, none where it copies elements of lists. Who divides says how many of its sizes, `most_variables`, may
-    change where it is padded: 0 where it is not to be.
+    region's ops, none where it copies or writes an element of a list. Who divides says how many of its sizes,
+    `most_variables`, may change where it is padded: 0 where it is not to be.
     """
 
     __slots__ = (
@@ -120,19 +124,31 @@ class Divider:
     def __init__(self, fragments: Fragments) -> None:
         self._fragments = fragments
         self._dividers: dict[str, _C.Divider] = {}  # by what is watched: it decides what is checked
+        self._writes: dict[tuple[Any, ...], int] = {}  # that put tensors of these sizes together
 
-    def divide(self, program: Program) -> list[Piece]:
-        """The pieces of a program, in order; none where no op of it is needed."""
+    def divide(self, program: Program, *, is_often_new: bool = False) -> list[Piece]:
+        """The pieces of a program, in order; none where no op of it is needed. New programs keep coming where it
+        `is_often_new`."""
         watched = self._fragments.watch()
         divider = self._dividers.get(watched)
         if divider is None:
             divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts)
-        plain, copies = with_plain_elements(program, self._fragments.maps)
-        pieces = [Piece(plain, *row) for row in divider.divide(plain, copies)]
-        for piece in pieces if copies else ():
-            if piece.place in copies:
+        is_worth_it = self._is_worth_writes if is_often_new else lambda _: False
+        plain, added = with_lists_apart(program, self._fragments.maps, is_worth_it)
+        filling = [place for place, op in enumerate(plain.ops) if is_often_new and _copies_a_part(op)]
+        pieces = [Piece(plain, *row) for row in divider.divide(plain, sorted({*added, *filling}))]
+        for piece in pieces if added else ():
+            if piece.place in added:
                 piece.num_ops = 0
         return pieces
+
+    def _is_worth_writes(self, op: Op) -> bool:
+        """Whether an op that puts tensors together is still cheaper as a write of each than as a program of its own."""
+        sizes = op.args[1], *(element.sizes for element in op.args[0])
+        if len(self._writes) >= _MOST_JOINS:
+            self._writes.clear()
+        self._writes[sizes] = count = self._writes.get(sizes, 0) + len(op.args[0])
+        return count <= _WRITES_A_PROGRAM
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
         """Of ops, or of what they do to an element of their lists: whether they have checks, and what they read."""
@@ -141,6 +157,11 @@ class Divider:
             (bool(fragment.checks), [*fragment.used, *(n for n in fragment.forwards if n is not None)])
             for fragment, _ in found
         ]
+
+
+def _copies_a_part(op: Op) -> bool:
+    """Whether an op copies a part of an array, or into one: others of other sizes may follow it there."""
+    return op.name == "copy_" and any(is_part(g) for g in (*op.args[:2], *op.writes) if not isinstance(g, Scalar))
 
 
 def _placed(op: Op, places: dict[int, Lifted]) -> Op:

@@ -622,7 +622,7 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
   for (size_t place = 0; place < kept.size(); place++) {
     for (int64_t value : kept[place].made) is_copy[at(value)] = is_apart(kept[place]);
     marks.push_back(mark_of(kept[place]));
-    bool is_last = place + 1 == kept.size() || is_apart(kept[place]) != is_apart(kept[place + 1]);
+    bool is_last = place + 1 == kept.size() || is_apart(kept[place]) || is_apart(kept[place + 1]);
     if (!is_last) continue;
     size_t begin = place + 1 - marks.size();
     for (size_t end : ends_of(marks)) ends.push_back(begin + end);
@@ -665,7 +665,14 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
     }
     for (size_t i = 0; i < numbers.inputs.size(); i++) {
       int64_t value = numbers.inputs[i];
-      bool is_free = value < 0 ? is_given_up[~value] : !is_kept[at(value)] && !is_copy[at(value)];
+      bool is_free = value < 0 ? is_given_up[~value] : !is_kept[at(value)];
+      if (is_apart(kept[begin])) {
+        const Call& call = kept[begin];
+        is_free &= std::any_of(call.targets.begin(), call.targets.end(),
+                               [&](const Target& target) { return call.slots[target.slot].value == value; });
+      } else if (value >= 0) {
+        is_free &= !is_copy[at(value)];
+      }
       if (!is_free || last[at(value)] != static_cast<int64_t>(piece)) continue;
       donated.push_back(static_cast<int64_t>(i));
       text += '<';

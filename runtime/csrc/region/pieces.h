@@ -28,7 +28,8 @@ class Divider {
   // does to one element of its lists, whether it has checks and which of its run-time arguments are used.
   Divider(py::object maps, py::object facts) : maps_(std::move(maps)), facts_(std::move(facts)) {}
   // The pieces, each as what runtime.partition.pieces.Piece is made with, but for the first two.  The ops at the places
-  // `apart`, in ascending order, are in no piece with others, and what they make is not donated.
+  // `apart`, in ascending order, are pieces of their own: what they make is not donated, and only what they write into
+  // is donated to them.
   py::list divide(const py::object& program, const std::vector<size_t>& apart);
 
   struct Call;

@@ -119,10 +119,11 @@ def slice_backward(grad, input_sizes, dim, start, end, step):
     size, count = input_sizes[dim], grad.shape[dim]
     if count == 0:
         return jnp.zeros(input_sizes, grad.dtype)
-    if isinstance(start, int):
-        first, _, _ = _bounds(size, start, size, step)
-        return _padded(grad, dim, first, size - first - (count - 1) * step - 1, step - 1)
-    return _placed(_padded(grad, dim, 0, 0, step - 1), input_sizes, dim, start)
+    if isinstance(start, jax.Array):
+        return _placed(_padded(grad, dim, 0, 0, step - 1), input_sizes, dim, start)
+    is_symbolic = not (isinstance(start, int) and isinstance(size, int))  # and so inside
+    first = start if is_symbolic and start >= 0 else _bounds(size, start, size, step)[0]
+    return _padded(grad, dim, first, size - first - (count - 1) * step - 1, step - 1)
 
 
 @lowering("select_backward", ints=("index",))
@@ -130,9 +131,10 @@ def select_backward(grad, input_sizes, dim, index):
     dim %= len(input_sizes)
     size = input_sizes[dim]
     grad = jnp.expand_dims(grad, dim)
-    if isinstance(index, int):
-        return _padded(grad, dim, index % size, size - 1 - index % size)
-    return _placed(grad, input_sizes, dim, index)
+    if isinstance(index, jax.Array):
+        return _placed(grad, input_sizes, dim, index)
+    first = index if index >= 0 else size + index
+    return _padded(grad, dim, first, size - 1 - first)
 
 
 def _placed(x: Any, sizes: Any, dim: int, start: Any) -> Any:
