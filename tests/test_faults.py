@@ -319,6 +319,20 @@ def test_too_large_a_program_is_out_of_memory_and_a_smaller_one_runs() -> None:
     assert x.expand(2000, 1000).cosh().sum().item() > 0
 
 
+@pytest.mark.parametrize("tiers", ["first", "pieces"])
+def test_a_batch_that_does_not_fit_leaves_what_was_made_before_it(tiers: str) -> None:
+    """The upload is the last thing before the error: eager PyTorch had the weights by then."""
+    with torchtpu.config.using(memory_limit=2 << 20, **({"tiers": tiers} if tiers == "pieces" else {})):
+        net = torch.nn.Linear(300, 10, device="tpu")
+        with pytest.raises(torch.OutOfMemoryError):
+            net(torch.ones(4000, 300).to("tpu")).sum().item()
+        loss = net(torch.ones(1000, 300).to("tpu")).sum()
+        loss.backward()
+        total = 1000 * (net.weight.sum() + net.bias.sum()).item()
+        assert loss.item() == pytest.approx(total, rel=1e-3, abs=1e-2)
+        assert net.bias.grad.tolist() == [1000.0] * 10
+
+
 def test_sync_raises_on_the_ops_own_line() -> None:
     x = host(1.0, 2.0)
     indices = torch.tensor([3], device="tpu")

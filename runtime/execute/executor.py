@@ -35,6 +35,7 @@ from .memory import Memory, PendingLaunch
 from .recovery import OpFailedError, Recovery, first_too_large
 from .runtime_numbers import RuntimeNumbers
 from .sequence import Sequence as Parts
+from .sequence import uploads_of
 
 _SMALL_BYTES = 1 << 20
 
@@ -316,6 +317,7 @@ class Executor:
             return None
         needed, parts = executable.needed_bytes, executable.fitted.get(limit)
         if parts is None and needed:
+            uploads = uploads_of(work)
             arguments = work.inputs()  # counted from now on, where they were on the host
             about = executable.about
             if executable.argument_bytes + needed <= limit and memory.has_room(device, needed, about.line):
@@ -329,11 +331,15 @@ class Executor:
             parts, tried = found
             if parts is None:
                 program = work.program
-                place = first_too_large(program, memory.free_for(device, arguments))
+                place = first_too_large(program, memory.free_for(device, arguments), uploads)
                 op = program.ops[place]
                 where = f"{full_name(op.name)} at {op.line}"
                 what = f"the region recorded at {about.line} (from {where} on; its largest result: {about.largest})"
-                raise OpFailedError(torch.OutOfMemoryError(memory.explain(device, what, needed, tried)), place)
+                error = torch.OutOfMemoryError(memory.explain(device, what, needed, tried))
+                if uploads:  # what comes before that op does without them
+                    arguments.clear()
+                    work.drop_uploads(uploads)
+                raise OpFailedError(error, place)
             executable.fitted[limit] = parts
             memory.note("split", about.line, f"{about.ops} ops now run in {tried}")
         return parts

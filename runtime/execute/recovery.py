@@ -15,7 +15,7 @@ from typing import Any
 from torchtpu.runtime.ir.calls import results_of, written
 from torchtpu.runtime.ir.liveness import find_live, live_bytes, made_by
 from torchtpu.runtime.ir.program import Op, Program, Random, Result, Write
-from torchtpu.runtime.ir.values import bases_of, rewrite, size_of
+from torchtpu.runtime.ir.values import bases_of, operands, rewrite, size_of
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.padding.check import SecondLaunch
 from torchtpu.runtime.partition.dead_ops import values_read
@@ -207,9 +207,14 @@ def versions_at(
     return kept, restored
 
 
-def first_too_large(program: Program, room: int) -> int:
-    """The first op that eager PyTorch could not run in so many bytes, inputs included; else the one that takes most."""
+def first_too_large(program: Program, room: int, uploads: Iterable[int] = ()) -> int:
+    """The first op that eager PyTorch could not run in so many bytes, inputs included; else the one that takes most.
+    The inputs at the places `uploads` take memory from the first op on that reads them."""
     held = [sum(map(size_of, program.inputs)), *live_bytes(program)]
+    for place in uploads:
+        readers = (n for n, op in enumerate(program.ops) if any(o.value == ~place for o in operands(op)))
+        for n in range(next(readers, len(held))):
+            held[n] -= size_of(program.inputs[place])
     needed = [before + _made_bytes(op) for before, op in zip(held, program.ops, strict=False)]
     return next((place for place, n in enumerate(needed) if n > room), needed.index(max(needed)))
 

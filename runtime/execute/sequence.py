@@ -6,7 +6,7 @@ What lies between two programs lives until its last use, no longer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
@@ -135,11 +135,11 @@ class Sequence:
         """Launches the parts in order; tells the work what came of it. A part that fails does so with the error that is
         `blamed`, where there is one. With a `context` what nothing is asked of but its outputs is launched directly."""
         direct = DirectLauncher(work, context) if context is not None and context.may_launch_directly(work) else None
-        self.go_on(self.begin(work, blamed), 0, launch, direct)
+        self.go_on(self.begin(work, blamed, is_direct=direct is not None), 0, launch, direct)
 
-    def begin(self, work: Any, blamed: Exception | None = None) -> State:
+    def begin(self, work: Any, blamed: Exception | None = None, *, is_direct: bool = True) -> State:
         """What is known before the first part."""
-        return State(work, blamed)
+        return State(work, blamed, is_direct=is_direct)
 
     def go_on(
         self, state: State, first: int, launch: Callable[[Any], None], direct: DirectLauncher | None = None
@@ -205,7 +205,7 @@ class State:
     A part that failed itself, not for its inputs, sets `stopped_by`: the parts after it are not launched.
     """
 
-    def __init__(self, work: Any, blamed: Exception | None = None) -> None:
+    def __init__(self, work: Any, blamed: Exception | None = None, *, is_direct: bool = False) -> None:
         self.work = work
         self.blamed = blamed
         self.stopped_by: BaseException | None = None
@@ -213,7 +213,10 @@ class State:
         self.device: int = work.device
         self.region: Any = work.region
         self.is_subgraph: bool = work.is_subgraph
-        self.arrays = {~i: array for i, array in enumerate(work.inputs())}
+        # Inputs that lie on the host, and take memory of the device from the first part on that reads them.
+        self.uploads = set() if is_direct else {~i for i in uploads_of(work)}
+        given = work.inputs(False) if self.uploads else work.inputs()
+        self.arrays = {~i: array for i, array in enumerate(given)}
         self.guards = {~i: guard for guard, inputs in work.guards() for i in _bits(inputs)}
         self.errors = {~i: error for error, inputs in work.errors() for i in _bits(inputs)}
 
@@ -221,6 +224,18 @@ class State:
     def is_sound(self) -> bool:
         """Whether nothing has failed, or may turn out to have."""
         return not (self.errors or self.guards) and self.stopped_by is None
+
+    def upload(self, values: Iterable[int]) -> None:
+        """Puts those of these values on the device that lie on the host."""
+        for value in self.uploads.intersection(values):
+            self.arrays[value] = self.work.input(~value)
+            self.uploads.discard(value)
+
+    def drop_uploads(self, values: Items[int]) -> None:
+        """Undoes that."""
+        self.work.drop_uploads([~value for value in values])
+        self.uploads.update(values)
+        self.arrays.update(dict.fromkeys(values))
 
     def forget(self, value: int) -> None:
         """Lets go of a value."""
@@ -319,9 +334,21 @@ class PartWork:
         run: str = self._state.work.run
         return run
 
-    def inputs(self) -> list[Any]:
+    def inputs(self, with_uploads: bool = True) -> list[Any]:
+        if with_uploads and self._state.uploads:
+            self._state.upload(self._part.inputs)
         arrays = self._state.arrays
         return [arrays.get(value) for value in self._part.inputs]
+
+    def input(self, place: int) -> Any:
+        self._state.upload([self._part.inputs[place]])
+        return self._state.arrays.get(self._part.inputs[place])
+
+    def uploads(self) -> list[int]:
+        return [i for i, value in enumerate(self._part.inputs) if value in self._state.uploads]
+
+    def drop_uploads(self, places: Iterable[int]) -> None:
+        self._state.drop_uploads([self._part.inputs[place] for place in places])
 
     def errors(self) -> list[tuple[BaseException, int]]:
         return self._by_input(self._state.errors)
@@ -389,6 +416,11 @@ class PartWork:
             if thing is not None:
                 found[id(thing)] = thing, found.get(id(thing), (thing, 0))[1] | 1 << i
         return list(found.values())
+
+
+def uploads_of(work: Any) -> list[int]:
+    """The inputs of a work, by place, that lie on the host; none where it does not say."""
+    return work.uploads() if hasattr(type(work), "uploads") else []
 
 
 def _bits(number: int) -> list[int]:

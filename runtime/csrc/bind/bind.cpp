@@ -43,17 +43,36 @@ OpFacts read_facts(const py::tuple& row) {
   return facts;
 }
 
-py::list input_objects(const Work& work) {
+// Whether a buffer's bytes are on the host alone.
+bool is_on_host(const Buffer& buffer) { return !buffer.object && buffer.state != BufferState::kError; }
+
+py::object input_object(const Work& work, size_t i, bool with_upload) {
+  Buffer& buffer = *work.inputs.at(i);
+  if (with_upload && is_on_host(buffer)) buffer.object = upload(buffer.host, buffer.device);
+  return py::reinterpret_borrow<py::object>(buffer.object ? buffer.object : Py_None);
+}
+
+py::list input_objects(const Work& work, bool with_uploads) {
   py::list objects(work.inputs.size());
   for (size_t i = 0; i < work.inputs.size(); i++) {
-    Buffer& buffer = *work.inputs[i];
-    bool is_wanting = !buffer.object && buffer.state != BufferState::kError;
-    if (is_wanting) buffer.object = upload(buffer.host, buffer.device);
-    PyObject* object = buffer.object ? buffer.object : Py_None;
-    Py_INCREF(object);
-    PyList_SET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i), object);
+    PyList_SET_ITEM(objects.ptr(), static_cast<Py_ssize_t>(i), input_object(work, i, with_uploads).release().ptr());
   }
   return objects;
+}
+
+py::list uploads(const Work& work) {
+  py::list places;
+  for (size_t i = 0; i < work.inputs.size(); i++) {
+    if (is_on_host(*work.inputs[i])) places.append(i);
+  }
+  return places;
+}
+
+void drop_uploads(const Work& work, const std::vector<size_t>& places) {
+  for (size_t i : places) {
+    Buffer& buffer = *work.inputs.at(i);
+    if (buffer.host.defined()) Py_XDECREF(std::exchange(buffer.object, nullptr));
+  }
 }
 
 // The different objects that `get` finds at the inputs, each with these inputs as bits of an int.
@@ -228,7 +247,10 @@ void bind_engine_types(py::module& m) {
                                const Plan& p = *w.plan;
                                return make_program(p.node, p.inputs, p.outputs, p.donated, p.line);
                              })
-      .def("inputs", &input_objects)
+      .def("inputs", &input_objects, py::arg("with_uploads") = true)
+      .def("input", [](const Work& w, size_t i) { return input_object(w, i, true); })
+      .def("uploads", &uploads)
+      .def("drop_uploads", &drop_uploads)
       .def_property_readonly("engine_launches", [](const Work& w) { return w.plan->engine_launches; })
       .def("launch_directly",
            [](Work& w, py::object holder) {
