@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from script import run_script
 from torch.utils.data import DataLoader, TensorDataset
 
+from torchtpu import metrics
 from torchtpu.distributed.links import Links
+from torchtpu.ops.registry import LOWERINGS
 from torchtpu.runtime.compile.variants import RegionVariants
 
 SETUP = """
@@ -160,6 +163,36 @@ def test_a_forked_child_is_told_so_and_the_parent_goes_on() -> None:
     assert ended.status == 0
 
 
+def test_a_child_that_is_forked_before_the_first_op_uses_the_device() -> None:
+    ended = run_script(
+        """
+    import os, torch
+    for _ in range(2):
+        if os.fork() == 0:
+            os._exit(int((torch.ones(2, device="tpu") + 1).sum().item()))
+    print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)], torch.ones(2, device="tpu").sum().item())
+    """
+    )
+    assert ended == (0, "[4, 4] 2.0\n", "")
+
+
+def test_an_interrupt_in_a_shape_function_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes as it is, and the op does not run on the CPU."""
+    x = torch.rand(7, device="tpu")
+    entry = LOWERINGS["multinomial"]
+    before = metrics.snapshot()["cpu_fallbacks"]
+
+    def interrupted(*_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(LOWERINGS, "multinomial", dataclasses.replace(entry, infer=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        torch.multinomial(x, 3)
+    monkeypatch.undo()
+    assert torch.multinomial(x, 3).shape == (3,)
+    assert metrics.snapshot()["cpu_fallbacks"] == before
+
+
 def test_forked_loader_workers_feed_a_device_that_is_in_use() -> None:
     total = torch.zeros((), device="tpu")
     loader = DataLoader(TensorDataset(torch.arange(12.0)), 3, num_workers=2, multiprocessing_context="fork")
@@ -274,7 +307,7 @@ def test_what_a_handler_raises_during_shape_inference_is_no_reason_to_run_on_the
         made = torch.native_group_norm(image, None, None, 1, 4, 9, 2, 1e-5)[0]
     image = torch.arange(36.0, device="tpu").reshape(1, 4, 3, 3)
     during(engine, "infer")
-    print(is_raised(norm), torchtpu.metrics.snapshot()["cpu_fallbacks"])
+    print(is_raised(norm), metrics.snapshot()["cpu_fallbacks"])
     norm()
     print(torch.allclose(made.cpu(), torch.native_group_norm(image.cpu(), None, None, 1, 4, 9, 2, 1e-5)[0], atol=1e-5))
     """

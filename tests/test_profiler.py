@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from script import run_script
 from torch.cuda import _memory_viz
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -223,3 +224,19 @@ def test_a_snapshot_without_history_holds_what_is_alive() -> None:
     assert snapshot["device_traces"] == [[]]
     assert startup._lazy.observers == []
     assert kept[0].item() == 3
+
+
+def test_stacks_of_what_is_compiled_can_be_read() -> None:
+    """PyTorch cannot name the frames of modules that are imported while it records stacks."""
+    ended = run_script(
+        """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    x = torch.ones(31, 31, device="tpu")
+    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as p:
+        y = (x @ x + 1).sum().item()
+    print(len(p.events()) > 0, len(p.key_averages()) > 0)
+    """,
+        TORCHTPU_CACHE="off",
+    )
+    assert (ended.status, ended.out) == (0, "True True\n"), ended.err

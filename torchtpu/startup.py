@@ -25,6 +25,7 @@ from torchtpu.distributed.chips import rank_environment
 from torchtpu.ops import composed
 from torchtpu.ops.registry import Row
 from torchtpu.runtime import _C
+from torchtpu.runtime.device import jax_modules
 from torchtpu.runtime.device.chips import CHIPS, Chip, devices_of_host, find_chip
 from torchtpu.runtime.device.process_group import ProcessGroup
 from torchtpu.runtime.ir.calls import Lowerings
@@ -417,6 +418,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     _process.is_in_bad_fork = _process.is_in_bad_fork or _process.was_in_use_at_fork
+    jax_modules.forget_threads()
 
 
 def _shut_down() -> None:

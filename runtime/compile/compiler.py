@@ -199,7 +199,9 @@ class Compiler:
         """What is being compiled, for how long, and how many programs wait for that: for people."""
         now = time.perf_counter()
         with self._condition:
-            running = [f"{job.ops} ops of {job.line} for {now - since:.0f} s" for job, since in self._running.items()]
+            running = [
+                f"{job.ops} ops of {job.line} for {max(now - since, 0):.0f} s" for job, since in self._running.items()
+            ]
             waiting = len(self._jobs)
         return ", ".join(running) + (f"; {waiting} more wait" if waiting else "")
 

@@ -5,7 +5,9 @@ Its private modules are touched in this folder alone.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import sys
 from typing import Any
 
 
@@ -21,6 +23,21 @@ class LazyModule:
         value = getattr(importlib.import_module(self._name), attribute)
         setattr(self, attribute, value)
         return value
+
+
+def forget_threads() -> None:
+    """Keeps what jax's threads belong to, in a process that was forked and has none of them: letting go of it at the
+    end would wait for them, and crash."""
+    module = sys.modules.get("jax._src.interpreters.mlir")
+    pool = getattr(module, "global_thread_pool", None)
+    if pool is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
+
+
+def import_all() -> None:
+    """Imports jax now."""
+    for module in [m for m in globals().values() if isinstance(m, LazyModule)]:
+        importlib.import_module(module._name)
 
 
 jax: Any = LazyModule("jax")

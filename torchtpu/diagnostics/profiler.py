@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtpu import startup
+from torchtpu.runtime.device import jax_modules
 
 if TYPE_CHECKING:
     from torchtpu.diagnostics.listener import Listener
@@ -39,6 +40,8 @@ def install() -> None:
     def start_trace(self: Any) -> None:
         from torchtpu.diagnostics.listener import Listener
 
+        if self.with_stack:
+            _import_all()
         start(self)
         self._tpu_listener = Listener()
         startup.observe(self._tpu_listener)
@@ -62,6 +65,16 @@ def install() -> None:
         return result
 
     kineto.start_trace, kineto.stop_trace, kineto.export_chrome_trace = start_trace, stop_trace, export_chrome_trace
+
+
+def _import_all() -> None:
+    """Imports what is imported when it is first used: PyTorch cannot name the frames of modules that are imported while
+    it records stacks."""
+    import torchtpu.diagnostics.report
+    import torchtpu.runtime.padding.evaluate  # noqa: F401
+
+    startup.engine()
+    jax_modules.import_all()
 
 
 def _events(listener: Listener) -> list[Event]:

@@ -133,6 +133,21 @@ void throw_python_error() {
   throw error;
 }
 
+bool is_interrupt() {
+  try {
+    throw;
+  } catch (python_error& error) {
+    AcquireGil gil;
+    PyObject* type = error.type ? error.type : PyErr_Occurred();
+    return type && !PyErr_GivenExceptionMatches(type, PyExc_Exception);
+  } catch (py::error_already_set& error) {
+    AcquireGil gil;
+    return !error.matches(PyExc_Exception);
+  } catch (...) {
+    return false;
+  }
+}
+
 // Each reader gets its own copy: a traceback keeps the reader's frame, and with it the failed value, alive.
 void raise_stored(PyObject* error) {
   AcquireGil gil;

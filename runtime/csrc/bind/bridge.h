@@ -50,5 +50,7 @@ void set_eval_frame_setter(PyObject* setter);
 [[noreturn]] void raise_stored(PyObject* error);
 // Raises what PyErr_Occurred() says; the GIL is held.
 [[noreturn]] void throw_python_error();
+// Whether what is being caught is an exception of Python that is no error, such as KeyboardInterrupt.
+bool is_interrupt();
 
 }  // namespace torchtpu

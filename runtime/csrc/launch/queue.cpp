@@ -420,7 +420,8 @@ void plan_loop() {
         queue->mutex.unlock();
       },
       [] {
-        runtime.process = Process::kForked;
+        bool is_in_use = queue->has_started || runtime.num_threads > 0;
+        if (is_in_use) runtime.process = Process::kForked;
         unlock_all_spin_locks();
         queue->mutex.unlock();
       });

@@ -130,7 +130,14 @@ void check_devices(const OpInfo& info, const IValue* args) {
       if (is_tpu(t) && !first) first = t.device();
     });
   }
-  if (!first) return;
+  if (!first) {
+    for (size_t i = 0; info.random && i < info.args.size(); i++) {  // the generator alone has led here
+      for_each_tensor(args[i], [&](const at::Tensor& t) {
+        TORCH_CHECK(!t.device().is_cpu(), "Expected a 'cpu' device type for generator but found 'tpu'");
+      });
+    }
+    return;
+  }
   for (size_t i = 0; i < info.args.size(); i++) {
     for_each_tensor(args[i], [&](const at::Tensor& t) {
       if (t.device() == *first || (t.dim() == 0 && t.device().is_cpu() && !info.args[i].is_written)) return;
@@ -267,12 +274,14 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   if (info.random) return Refuses::kNothing;
   if (op.hasTag(at::Tag::pointwise)) return Refuses::kAnything;
   int tensors = 0;
-  bool has_number = false, is_mixed = false;
+  bool has_number = false, is_mixed = false, has_input = false, has_out = false;
   std::optional<at::ScalarType> first;
   for (size_t i = 0; i < info.args.size(); i++) {
     for_each_tensor(args[i], [&](const at::Tensor& t) {
       at::ScalarType type = t.scalar_type();
       tensors++;
+      has_out |= info.args[i].is_out && has_input;
+      has_input |= !info.args[i].is_out;
       has_number |= !c10::isFloatingType(type);
       // masks, and the weights of quantized models, have dtypes of their own
       if (type == at::kBool || type == at::kInt || c10::elementSize(type) == 1) return;
@@ -280,7 +289,7 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
       first = type;
     });
   }
-  if ((info.multiplies && is_mixed) || (tensors && takes_element(op))) return Refuses::kAnything;
+  if ((info.multiplies && is_mixed) || (tensors && takes_element(op)) || has_out) return Refuses::kAnything;
   return tensors == 1 && has_number && has_shape_function(op) ? Refuses::kDtype : Refuses::kNothing;
 }
 
@@ -298,7 +307,8 @@ Stack check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IVal
     }
     std::string_view text = error.what_without_backtrace();
     bool names_dtypes =
-        text.find("same dtype") != std::string_view::npos || text.find("converted") != std::string_view::npos;
+        std::ranges::any_of(std::initializer_list<std::string_view>{"same dtype", "converted", "to have dtype"},
+                            [&](std::string_view words) { return text.find(words) != std::string_view::npos; });
     if (is_not_implemented(error) || names_dtypes) throw;
   }
   return {};
@@ -472,7 +482,7 @@ std::shared_ptr<const Inferred> infer(const OpInfo& info, const c10::OperatorHan
     count_inference(info, !inferred);
     if (!inferred) inferred = infer_on_meta(info, op, args);
   } catch (...) {
-    if (!may_ask_cpu) throw;
+    if (!may_ask_cpu || is_interrupt()) throw;
     raise_cpu_error(info, op, args);
     return nullptr;  // the CPU can do it
   }
