@@ -14,7 +14,23 @@ def ones(on: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.ones(shape, device=on) for shape in shapes]
 
 
+def into(on: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=on)
+
+
 REFUSED: dict[str, Callable[[str], Any]] = {
+    "randint beyond the dtype": lambda on: torch.randint(0, 300, (2,), dtype=torch.uint8, device=on),
+    "random_ below the dtype": lambda on: torch.zeros(3, dtype=torch.int8, device=on).random_(-200, 3),
+    "random_ beyond half": lambda on: torch.zeros(3, dtype=torch.half, device=on).random_(0, 70000),
+    "random_ of no numbers": lambda on: torch.zeros(3, device=on).random_(5, 5),
+    "more samples than there are": lambda on: torch.multinomial(ones(on, (3,))[0], 4),
+    "softmax into doubles": lambda on: torch.softmax(ones(on, (2, 2))[0], 0, out=into(on, torch.double, 2, 2)),
+    "all into floats": lambda on: torch.all(ones(on, (2,))[0], 0, out=into(on, torch.float)),
+    "isin into floats": lambda on: torch.isin(*ones(on, (2,), (2,)), out=into(on, torch.float, 2)),
+    "amax into doubles": lambda on: torch.amax(ones(on, (2,))[0], 0, out=into(on, torch.double)),
+    "tril into doubles": lambda on: torch.tril(ones(on, (2, 2))[0], out=into(on, torch.double, 2, 2)),
+    "searchsorted into int32": lambda on: torch.searchsorted(*ones(on, (2,), (2,)), out=into(on, torch.int32, 2)),
+    "kaiser_window of a negative length": lambda on: torch.kaiser_window(-1, device=on),
     "addr_ of a vector": lambda on: ones(on, (3,))[0].addr_(*ones(on, (2,), (3,))),
     "addr_ of fewer rows": lambda on: ones(on, (1, 3))[0].addr_(*ones(on, (2,), (3,))),
     "masked_scatter_ with a larger mask": lambda on: ones(on, (3,))[0].masked_scatter_(
@@ -141,3 +157,26 @@ def test_losses_of_two_dtypes_are_what_the_cpu_makes_of_them(name: str, shapes: 
             expected, found = (lost(on, name, dtypes, shapes, reduction) for on in ("cpu", "tpu"))
             assert found[:4] == expected[:4]
             torch.testing.assert_close(found[4:], expected[4:], rtol=1e-5, atol=1e-5)
+
+
+def test_singular_values_of_what_is_not_finite_are_refused() -> None:
+    x = torch.full((3, 3), float("nan"), device="tpu")
+    with pytest.raises(torch.linalg.LinAlgError, match="contained non-finite values"):  # type: ignore[attr-defined]
+        torch.linalg.svd(x)[1].cpu()
+
+
+def test_a_generator_of_the_device_draws_nothing_on_the_host() -> None:
+    generator = torch.Generator("tpu")
+    for x in (torch.zeros(()), torch.zeros(3)):
+        with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator but found 'tpu'"):
+            x.uniform_(generator=generator)
+
+
+@pytest.mark.parametrize("given", [(10,), (7, False), (12, True, 3.5), (1,), (0,)])
+def test_kaiser_windows_are_those_of_the_cpu(given: Any) -> None:
+    torch.testing.assert_close(torch.kaiser_window(*given, device="tpu").cpu(), torch.kaiser_window(*given))
+
+
+def test_the_least_common_multiple_wraps_as_on_the_cpu() -> None:
+    a, b = torch.tensor([2**31 - 1, 12], dtype=torch.int32), torch.tensor([2, 18], dtype=torch.int32)
+    assert torch.lcm(a.to("tpu"), b.to("tpu")).tolist() == torch.lcm(a, b).tolist()

@@ -218,8 +218,7 @@ def _infer_random_to(self: torch.Tensor, to: int, *_: Any) -> torch.Tensor:
 
 
 def _infer_random_from(self: torch.Tensor, low: int, to: int | None, *_: Any) -> torch.Tensor:
-    if to is not None and low >= to:
-        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={to}")
+    torch.empty(0, dtype=self.dtype).random_(low, to)  # raises PyTorch's error where these are no bounds of the dtype
     made: torch.Tensor = _of("real", "integer")(self)
     return made
 
@@ -324,6 +323,8 @@ def _infer_multinomial(self: torch.Tensor, num_samples: int, replacement: bool =
         raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {self.dtype}")
     if num_samples <= 0:
         raise RuntimeError("cannot sample n_sample <= 0 samples")
+    if not replacement and self.ndim and num_samples > self.size(-1):
+        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
     return torch.ops.aten.multinomial(self, num_samples, replacement)
 
 

@@ -278,6 +278,8 @@ def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None, ctx):
     if not A.size:
         made = [empty(ctx, i) for i in range(3)]
         return [x if i == 1 or not x.size else _eye_like(x) for i, x in enumerate(made)]
+    message = "linalg.svd: The algorithm failed to converge because the input matrix contained non-finite values."
+    ctx.check(jnp.isfinite(A), message, LinAlgError)
     if not compute_uv:
         return empty(ctx, 0), _svd(A, ctx, compute_uv=False), empty(ctx, 2)
     return _svd(A, ctx, full_matrices=full_matrices)

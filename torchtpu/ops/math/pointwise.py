@@ -323,7 +323,7 @@ def gcd(self, other):
 
 @pointwise("lcm")
 def lcm(self, other):
-    return jnp.lcm(self, other)
+    return jnp.abs(jnp.lcm(self, other))  # also where the product is no integer of the dtype
 
 
 @pointwise("ldexp.Tensor", promote="int_to_float")

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from torchtpu.ops.registry import jax_dtype, jnp, lax, lowering
+import torch
+
+from torchtpu.ops.registry import composed, jax_dtype, jnp, lax, lowering
 
 
 @lowering("fill.Scalar", "fill.Tensor", lifts=True)
@@ -38,6 +40,31 @@ def arange(start, end, step=1, *, ctx):
     count = jnp.float64 if dtype.is_floating_point else jnp.int64
     start, step = (jnp.asarray(v).astype(count) for v in (start, step))
     return start + step * lax.iota(count, n)
+
+
+@composed("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta")
+def kaiser_window(
+    window_length: int,
+    periodic: bool = True,
+    beta: float = 12.0,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    """PyTorch's own makes the places and hands them to a kernel that only CPU and CUDA have."""
+    dtype = dtype or torch.get_default_dtype()
+    if not dtype.is_floating_point:
+        raise RuntimeError(f"kaiser_window expects floating point dtypes, got: {dtype}")
+    if window_length < 0:
+        raise RuntimeError(f"kaiser_window requires non-negative window_length, got window_length={window_length}")
+    if window_length < 2:
+        return torch.ones(window_length, dtype=dtype, device=device)
+    middle = (window_length - 1 + periodic) / 2
+    place = torch.arange(window_length, dtype=dtype, device=device) / middle - 1
+    height = torch.special.i0(torch.tensor(beta, dtype=dtype, device=device))
+    return torch.special.i0(beta * (1 - place * place).clamp(min=0).sqrt()) / height
 
 
 @lowering("linspace.out", "linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor", lifts=True)
