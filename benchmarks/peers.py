@@ -34,13 +34,16 @@ def run_worker(script: str, backend: str, *words: str, **environment: str) -> di
     return found
 
 
-def run_interleaved(script: str, workload: str, backends: tuple[str, ...], repeats: int) -> dict[str, dict[str, Any]]:
-    """Backend -> the median over the repeats of every number that `python script --worker backend workload` prints."""
+def run_interleaved(
+    script: str, workload: str, backends: tuple[str, ...], repeats: int, *words: str
+) -> dict[str, dict[str, Any]]:
+    """Backend -> the median over the repeats of every number that `python script --worker backend workload words`
+    prints."""
     runs = defaultdict(list)
     for _ in range(repeats):
         for backend in backends:
             # No cache of compiled programs from an earlier run: jax has none by default either.
-            runs[backend].append(run_worker(script, backend, workload, TORCHTPU_CACHE="off"))
+            runs[backend].append(run_worker(script, backend, workload, *words, TORCHTPU_CACHE="off"))
     return {backend: {key: _middle([r[key] for r in found]) for key in found[0]} for backend, found in runs.items()}
 
 

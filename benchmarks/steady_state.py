@@ -4,6 +4,7 @@ Run it from anywhere:
 
     python benchmarks/steady_state.py                  # w2 w3 w8, 3 repeats
     python benchmarks/steady_state.py w3 --repeats 5
+    python benchmarks/steady_state.py w2 --reads       # the loss of each step is read
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ LIMITS: dict[str, dict[str, float]] = {
 }  # fmt: skip
 
 
-def measure(backend: str, workload: str, seconds: float = 4.0) -> dict[str, Any]:
-    """Medians over rounds of up to 50 steps whose loss is read at the end of the round, once the step has settled."""
+def measure(backend: str, workload: str, seconds: float = 4.0, *, reads: bool = False) -> dict[str, Any]:
+    """Medians over rounds of up to 50 steps whose loss is read at the end of the round, or of each step where it
+    `reads`, once the step has settled."""
     step, read = peers.build_step(backend, workload)
     at_start = peers.programs_compiled(backend)
     losses = [read(step(i)) for i in range(5)]
@@ -38,7 +40,8 @@ def measure(backend: str, workload: str, seconds: float = 4.0) -> dict[str, Any]
     losses += [read(step(i)) for i in range(5, 8)]
     took = (time.process_time() - took) / 3
     warm = peers.programs_compiled(backend)
-    count, i = max(2, min(50, int(seconds / 10 / max(took, 1e-5)))), settle(backend, step, read, 8, 15 * seconds)
+    count = max(2, min(50, int(seconds / 10 / max(took, 1e-5))))
+    i = settle(backend, step, read, 8, 15 * seconds, 1 if reads else 20)
     total, main = [], []
     stop = time.perf_counter() + 2 * seconds
     while len(total) < 9 and (time.perf_counter() < stop or len(total) < 3):
@@ -48,6 +51,8 @@ def measure(backend: str, workload: str, seconds: float = 4.0) -> dict[str, Any]
             loss = step(i)
             thread += time.thread_time() - begun
             i += 1
+            if reads:
+                read(loss)
         last = read(loss)
         total.append((time.process_time() - process) / count)
         main.append(thread / count)
@@ -63,14 +68,19 @@ def measure(backend: str, workload: str, seconds: float = 4.0) -> dict[str, Any]
     }
 
 
-def settle(backend: str, step: Callable[[int], Any], read: Callable[[Any], float], i: int, most: float) -> int:
-    """Runs steps, for so many seconds at most, until some have launched nothing of the first tier; the next step."""
+def settle(
+    backend: str, step: Callable[[int], Any], read: Callable[[Any], float], i: int, most: float, each: int
+) -> int:
+    """Runs steps, for so many seconds at most, until some have launched nothing of the first tier; the next step. The
+    loss of each of so many is read."""
     stop, quick = time.perf_counter() + most, -1
     while peers.quick_launches(backend) != quick and time.perf_counter() < stop:
         quick = peers.quick_launches(backend)
         for _ in range(20):
             loss = step(i)
             i += 1
+            if i % each == 0:
+                read(loss)
         read(loss)
     return i
 
@@ -110,16 +120,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", default=[])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--reads", action="store_true", help="the loss of each step")
     parser.add_argument("--worker", choices=peers.BACKENDS, help=argparse.SUPPRESS)
     a = parser.parse_args()
     workloads = a.workloads or list(data.WORKLOADS)
     if a.worker:
-        print(json.dumps(measure(a.worker, workloads[0])))
+        print(json.dumps(measure(a.worker, workloads[0], reads=a.reads)))
         return
     heads = ["CPU / jax", "CPU / torch cpu", "programs' run time / jax", "peak bytes / jax", "main thread ms"]
     rows = [["workload", *heads, "compiled, after step 4, where unread", "loss error"]]
     for workload in workloads:
-        found = peers.run_interleaved(__file__, workload, peers.BACKENDS, a.repeats)
+        words = ["--reads"] if a.reads else []
+        found = peers.run_interleaved(__file__, workload, peers.BACKENDS, a.repeats, *words)
         tpu, jax, cpu = (found[backend] for backend in ("tpu", "jax", "cpu"))
         limits = LIMITS[workload]
         error = max(abs(t / j - 1) for t, j in zip(tpu["losses"], jax["losses"], strict=True))
