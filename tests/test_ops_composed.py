@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -308,3 +309,26 @@ def test_scatter_into_a_number_takes_the_first_of_a_longer_source() -> None:
     for number in (torch.tensor(3), torch.tensor(3, device="tpu")):
         index = torch.tensor([0], device=number.device)
         assert number.scatter(-1, index, source.to(number.device)).item() == 7
+
+
+def test_the_ctc_loss_of_batches_of_ever_other_lengths_takes_few_programs() -> None:
+    dice = random.Random(0)
+    programs = []
+    for lap in range(16):
+        time, longest = dice.randint(20, 30), dice.randint(5, 9)
+        lengths = torch.tensor([longest, *(dice.randint(0, longest) for _ in range(3))])
+        times = torch.tensor([dice.randint(12, time) for _ in range(4)])
+        scores, targets = torch.randn(time, 4, 7), torch.randint(1, 7, (4, longest))
+        found = []
+        for device in ("cpu", "tpu"):
+            given = scores.detach().to(device).requires_grad_()
+            kind = "sum" if lap % 2 else "mean"
+            loss = functional.ctc_loss(
+                functional.log_softmax(given, -1), targets.to(device), times, lengths, reduction=kind
+            )
+            loss.backward()
+            assert given.grad is not None
+            found.append((loss.detach().cpu(), given.grad.cpu()))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+        programs.append(metrics.snapshot()["programs_compiled"])
+    assert programs[-1] <= programs[10] + 1
