@@ -307,7 +307,7 @@ def test_what_a_handler_raises_during_shape_inference_is_no_reason_to_run_on_the
         made = torch.native_group_norm(image, None, None, 1, 4, 9, 2, 1e-5)[0]
     image = torch.arange(36.0, device="tpu").reshape(1, 4, 3, 3)
     during(engine, "infer")
-    print(is_raised(norm), metrics.snapshot()["cpu_fallbacks"])
+    print(is_raised(norm), torchtpu.metrics.snapshot()["cpu_fallbacks"])
     norm()
     print(torch.allclose(made.cpu(), torch.native_group_norm(image.cpu(), None, None, 1, 4, 9, 2, 1e-5)[0], atol=1e-5))
     """

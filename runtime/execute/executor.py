@@ -20,7 +20,7 @@ from torchtpu.runtime.device.loaded import About
 from torchtpu.runtime.device.sizes import show_bytes
 from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.ir.values import roots_of
-from torchtpu.runtime.padding.arrays import PaddedArray, PaddedWork, without_surplus
+from torchtpu.runtime.padding.arrays import PaddedArray, PaddedWork, uploads_of, without_surplus
 from torchtpu.runtime.padding.check import SecondLaunch
 from torchtpu.runtime.padding.layout import with_sizes
 from torchtpu.runtime.telemetry.counters import Counters
@@ -35,7 +35,6 @@ from .memory import Memory, PendingLaunch
 from .recovery import OpFailedError, Recovery, first_too_large
 from .runtime_numbers import RuntimeNumbers
 from .sequence import Sequence as Parts
-from .sequence import uploads_of
 
 _SMALL_BYTES = 1 << 20
 

@@ -15,7 +15,7 @@ import torch
 from torchtpu.runtime._C import DirectLaunch
 from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.ir.values import bases_of, roots_of, size_of
-from torchtpu.runtime.padding.arrays import PaddedArray
+from torchtpu.runtime.padding.arrays import PaddedArray, uploads_of
 from torchtpu.runtime.partition.pieces import Piece
 from torchtpu.runtime.partition.split import Part
 
@@ -416,11 +416,6 @@ class PartWork:
             if thing is not None:
                 found[id(thing)] = thing, found.get(id(thing), (thing, 0))[1] | 1 << i
         return list(found.values())
-
-
-def uploads_of(work: Any) -> list[int]:
-    """The inputs of a work, by place, that lie on the host; none where it does not say."""
-    return work.uploads() if hasattr(type(work), "uploads") else []
 
 
 def _bits(number: int) -> list[int]:

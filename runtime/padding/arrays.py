@@ -6,6 +6,7 @@ alone, a read or another program, takes a copy through the host; so does an arra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +52,13 @@ def download(client: Client, array: Any) -> torch.Tensor:
 
 def without_surplus(client: Client, counters: Counters, work: Any) -> Any:
     """A work whose arrays are what counts of the given one's."""
-    return _Counting(client, counters, work) if any(isinstance(a, PaddedArray) for a in work.inputs()) else work
+    given = work.inputs(False) if hasattr(type(work), "uploads") else work.inputs()
+    return _Counting(client, counters, work) if any(isinstance(a, PaddedArray) for a in given) else work
+
+
+def uploads_of(work: Any) -> list[int]:
+    """The inputs of a work, by place, that lie on the host; none where it does not say."""
+    return work.uploads() if hasattr(type(work), "uploads") else []
 
 
 class PaddedExecutable:
@@ -140,8 +147,19 @@ class _Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
-    def inputs(self) -> list[Any]:
-        return [self._counting(a) if isinstance(a, PaddedArray) else a for a in self._work.inputs()]
+    def inputs(self, with_uploads: bool = True) -> list[Any]:
+        given = self._work.inputs(with_uploads) if hasattr(type(self._work), "uploads") else self._work.inputs()
+        return [self._counting(a) if isinstance(a, PaddedArray) else a for a in given]
+
+    def input(self, place: int) -> Any:
+        given = self._work.input(place)
+        return self._counting(given) if isinstance(given, PaddedArray) else given
+
+    def uploads(self) -> list[int]:
+        return uploads_of(self._work)
+
+    def drop_uploads(self, places: Sequence[int]) -> None:
+        self._work.drop_uploads(places)
 
     def _counting(self, padded: PaddedArray) -> Any:
         if padded.counting is None:
