@@ -425,3 +425,15 @@ def test_products_of_groups_are_the_cpus_and_read_nothing(form: str, is_compiled
 def test_a_vmapped_and_differentiated_function_compiles() -> None:
     function = torch.func.vmap(torch.func.grad(lambda x: (x.sin() * x).sum()))
     assert_equals_eager(function, batch())
+
+
+def test_compile_may_be_imported_by_name_and_called_again() -> None:
+    ended = run_script(
+        """
+    from torch import compile
+    import torch
+    x = torch.ones(2, device="tpu")
+    print(compile(lambda x: x + 1)(x).tolist(), compile(lambda x: x * 3)(x).tolist())
+    """
+    )
+    assert (ended.status, ended.out) == (0, "[2.0, 2.0] [3.0, 3.0]\n"), ended.err

@@ -171,6 +171,29 @@ def test_lists_of_ever_other_lengths_and_sizes_are_put_together_by_few_programs(
     assert programs[-1] <= programs[30] + 8, "one program a lap, as one op, or two"
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_put_together_by_writes_keeps_its_values(dtype: torch.dtype, dim: int) -> None:
+    """In either dimension, of any dtype, with an element twice, and whatever is written to the parts afterwards."""
+
+    def lap(device: str, seed: int) -> torch.Tensor:
+        dice, parts = random.Random(seed), []
+        for _ in range(dice.randint(3, 9)):
+            count = dice.randint(1, 9)
+            part = (torch.arange(4.0 * count) % 7).reshape((count, 4) if dim == 0 else (4, count))
+            parts.append(part.to(dtype).to(device))
+        made = torch.cat([*parts, parts[0], parts[1].t().contiguous().t()], dim)
+        parts[0].zero_()
+        again = torch.cat([made, parts[0], made[1:] if dim == 0 else made[:, 1:]], dim)
+        made.zero_()
+        for _ in range(5):
+            again = torch.where(again == again, again, again)
+        return again
+
+    for seed in range(16):
+        assert lap("tpu", seed).cpu().equal(lap("cpu", seed))
+
+
 def test_tensors_are_put_together_by_a_write_each_until_one_program_is_cheaper() -> None:
     divider = Divider(startup.engine().fragments)
     with Record() as record:

@@ -137,8 +137,9 @@ class Divider:
         plain, added = with_lists_apart(program, self._fragments.maps, is_worth_it)
         filling = [place for place, op in enumerate(plain.ops) if is_often_new and _copies_a_part(op)]
         pieces = [Piece(plain, *row) for row in divider.divide(plain, sorted({*added, *filling}))]
-        for piece in pieces if added else ():
-            if piece.place in added:
+        places = set(added)
+        for piece in pieces if places else ():
+            if piece.place in places:
                 piece.num_ops = 0
         return pieces
 

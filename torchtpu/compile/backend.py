@@ -65,6 +65,7 @@ def backend(
     return _aot(graph, inputs)
 
 
+@functools.cache  # `from torch import compile` goes on calling what readies
 def _register() -> None:
     from torch._dynamo import allow_in_graph, device_interface, register_backend, trace_rules
 
