@@ -39,6 +39,7 @@ class _CompileJob(NamedTuple):
     wanted; `ops` and `line` are for people and for the order, 0 where nobody said."""
 
     key: tuple[str, int]
+    flight: Future[Loaded]
     run: Callable[[IsWanted | None], None]
     ops: int
     line: str
@@ -127,6 +128,7 @@ class Compiler:
             ops, line = (note or {}).get("ops"), (note or {}).get("line")
             job = _CompileJob(
                 flight_key,
+                flight,
                 lambda is_wanted: self._build(flight, plan, device, note, is_wanted),
                 ops if isinstance(ops, int) else 0,
                 line if isinstance(line, str) else "an unknown line",
@@ -200,7 +202,9 @@ class Compiler:
         now = time.perf_counter()
         with self._condition:
             running = [
-                f"{job.ops} ops of {job.line} for {max(now - since, 0):.0f} s" for job, since in self._running.items()
+                f"{job.ops} ops of {job.line} for {max(now - since, 0):.0f} s"
+                for job, since in self._running.items()
+                if not job.flight.done()  # its worker may be about to say so
             ]
             waiting = len(self._jobs)
         return ", ".join(running) + (f"; {waiting} more wait" if waiting else "")
