@@ -165,7 +165,8 @@ class Stock:
         return self._keep(piece, plan, padded)
 
     def _keep(self, piece: Piece, plan: Plan, padded: PaddedProgram | None) -> _Known:
-        known = _Known(plan, padded, self._first.loss_ms(piece.program) if self._first else 0.0)
+        program = padded.program if padded else piece.program
+        known = _Known(plan, padded, self._first.loss_ms(program) if self._first else 0.0)
         samples = [piece.program, *([piece.placed_program] if piece.offsets else ())] if padded is None else []
         outlined = [(sample, self._layouts.outline_of(sample)) for sample in samples]
         with self._lock:

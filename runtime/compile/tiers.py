@@ -21,10 +21,10 @@ class FirstTier(NamedTuple):
     """How a platform compiles what it has not seen before: quickly, for code that runs slower.
 
     With the usual options a program compiles `program_ms`, and `op_ms` for each op, longer; without them a launch takes
-    `op_us` longer for each op, `element_ns` for each element that an op makes, `drawn_ns` for a random one, and
-    `launch_us` for each program that it is made of. A piece for whose usual options `large_launches` launches pay is
-    compiled with these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one of the
-    first tier to run meanwhile.
+    `op_us` longer for each op, `element_ns` for each element that an op makes, `padded_ns` where its arrays are padded,
+    `drawn_ns` for a random one, and `launch_us` for each program that it is made of. A piece for whose usual options
+    `large_launches` launches pay is compiled with these. Nobody waits for a program that compiles longer than
+    `patience_ms`, if there is one of the first tier to run meanwhile.
 
     A region of at least `least_ops` ops, or of two where new ones keep coming, is made of pieces where those that are
     new have at most `most_missing` of the ops that would have to be compiled otherwise, or where these are more than
@@ -37,6 +37,7 @@ class FirstTier(NamedTuple):
     op_ms: float
     op_us: float
     element_ns: float
+    padded_ns: float
     drawn_ns: float
     launch_us: float
     least_ops: int
@@ -69,14 +70,16 @@ class FirstTier(NamedTuple):
         return sum(self.op_us * 1e-3 + self._element_ns(op) * 1e-6 * _made(op) for op in program.ops)
 
     def _element_ns(self, op: Op) -> float:
-        return self.drawn_ns if any(isinstance(argument, Random) for argument in op.args) else self.element_ns
+        if any(isinstance(argument, Random) for argument in op.args):
+            return self.drawn_ns
+        return self.element_ns if op.padding is None else self.padded_ns
 
 
 def _made(op: Op) -> int:
     return sum(math.prod(made.sizes) for made in results_of(op))
 
 
-# Version 3. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
+# Version 4. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
 # for tpu by libtpu 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py; so is `op_ms` of cpu, by
 # benchmarks/compile_price.py. The README there has the figures. The others are estimates that no script measures. A
 # platform that is not named here was not measured, and has one tier.
@@ -90,6 +93,7 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         op_ms=14.0,
         op_us=1.0,
         element_ns=5.0,
+        padded_ns=12.0,
         drawn_ns=350.0,
         launch_us=15.0,
         least_ops=5,
@@ -105,6 +109,7 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         op_ms=170.0,
         op_us=0.0,
         element_ns=0.02,
+        padded_ns=0.02,
         drawn_ns=0.02,
         launch_us=15.0,
         least_ops=5,

@@ -121,7 +121,13 @@ class Symbols:
         if part.dims is None:
             return array
         ranges = [(self.size(start), self.size(count), step) for start, count, step in part.ranges]
-        array = lax.reshape(array, self.sizes(part.factors))
+        rows = self._rows_of_run(array.shape, *ranges[0][:2]) if part.order else None
+        if rows is not None:
+            for axis, (row, count) in enumerate(rows):
+                array = lax.slice_in_dim(array, row, row + count, axis=axis)
+            ranges = []
+        else:
+            array = lax.reshape(array, self.sizes(part.factors))
         for axis, (start, count, step) in enumerate(ranges):
             if step == 1 and not core.is_constant_dim(start) and core.is_constant_dim(count):
                 array = lax.dynamic_slice_in_dim(array, core.dimension_as_value(start), count, axis)
@@ -140,6 +146,25 @@ class Symbols:
         array = lax.transpose(array, [used.index(k) for k in order])
         array = lax.reshape(array, tuple(math.prod(ranges[k][1] for k in dim) for dim in part.dims))
         return jnp.broadcast_to(array, sizes)
+
+    def _rows_of_run(self, shape: Sequence[Any], start: Any, count: Any) -> list[tuple[int, int]] | None:
+        """The rows of the leading dimensions, the first of each and how many, that are `count` elements from `start` on
+        of an array of `shape`; None where these are no whole rows, or at places that are not known."""
+        some = {name: bound.least for name, bound in self._bounds.items()}
+        rows: list[tuple[int, int]] = []
+        for axis, size in enumerate(shape):
+            if core.definitely_equal(start, 0) and core.definitely_equal(count, math.prod(shape[axis:])):
+                return rows
+            row = math.prod(shape[axis + 1 :])
+            length = _evaluated(row, some)
+            if not core.is_constant_dim(size) or not length:
+                return None
+            first, number = _evaluated(start, some) // length, _evaluated(count, some) // length
+            start = start - first * row
+            if core.definitely_equal(start, 0) and core.definitely_equal(count, number * row):
+                return [*rows, (first, number)]
+            rows.append((first, 1))
+        return None
 
     def write(self, old: Any, new: Any, part: PaddedExtent) -> Any:
         """The array with `new` where a tensor takes it; what is not taken stays as it was."""
@@ -486,9 +511,10 @@ def _reshape(equation: _Equation, arrays: list[Any]) -> Any:
         # Only the outermost dimension has a surplus: what counts comes first in memory.
         flat = lax.reshape(array, (*lead, rows, *tail))
         return lax.reshape(fit(flat, (*lead, math.prod(places), *tail)), shape)
-    flat = lax.reshape(array, (*lead, rows, *tail))
-    taken = jnp.take(flat, _moved(equation.sizes, old, new).reshape(-1), axis=first, mode="clip")
-    return lax.reshape(taken, shape)
+    width = math.gcd(_width(equation.sizes, old), _width(equation.sizes, new))  # is moved together
+    moved = _moved(equation.sizes, _in_rows(old, width), _in_rows(new, width))
+    flat = lax.reshape(array, (*lead, rows // width, width, *tail))
+    return lax.reshape(jnp.take(flat, moved.reshape(-1), axis=first, mode="clip"), shape)
 
 
 def _is_one(dim: Any) -> bool:
@@ -498,6 +524,27 @@ def _is_one(dim: Any) -> bool:
 def _is_outermost(dims: Sequence[Any]) -> bool:
     long = [dim for dim in dims if not _is_one(dim)]
     return not _changing(long[1:])
+
+
+def _width(sizes: Sizes, dims: Sequence[Any]) -> int:
+    """How many elements lie one after the other, whatever the sizes are."""
+    width = 1
+    for dim in reversed(dims):
+        if not core.is_constant_dim(dim):
+            factors = [factor for _, factor in dim._sorted_terms]
+            return width * math.gcd(*factors, sizes.capacity(dim))
+        width *= int(dim)
+    return width
+
+
+def _in_rows(dims: Sequence[Any], width: int) -> tuple[Any, ...]:
+    """Dimensions of rows of `width` elements, where so many lie one after the other."""
+    outer, row = list(dims), 1
+    while outer and core.is_constant_dim(outer[-1]):
+        row *= int(outer.pop())
+    if row % width:
+        row = outer.pop() * row
+    return (*outer, row // width)
 
 
 def _moved(sizes: Sizes, old: Sequence[Any], new: Sequence[Any]) -> Any:

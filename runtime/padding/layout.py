@@ -508,19 +508,21 @@ class _Sample:
     def __init__(self, program: Program, is_special: IsStructural) -> None:
         self.program = program
         self._is_special = is_special
+        self._slots: tuple[Outline, list[int]] | Refused | None = None
 
-    def slots(self) -> tuple[Outline, list[int]]:
-        """What `slots_of` gives, or raises."""
+    def slots(self, outlines: dict[Outline, Outline]) -> tuple[Outline, list[int]]:
+        """What `slots_of` gives, or raises; an outline that is among these is kept once."""
+        if self._slots is None:
+            try:
+                shared, slots = slots_of(self.program, self._is_special)
+                if len(outlines) >= _MOST_OUTLINES:
+                    outlines.clear()
+                self._slots = outlines.setdefault(shared, shared), slots
+            except Refused as error:
+                self._slots = error
         if isinstance(self._slots, Refused):
             raise Refused(str(self._slots))
         return self._slots
-
-    @functools.cached_property
-    def _slots(self) -> tuple[Outline, list[int]] | Refused:
-        try:
-            return slots_of(self.program, self._is_special)
-        except Refused as error:
-            return error
 
 
 class Layouts:
@@ -532,6 +534,7 @@ class Layouts:
         self._recent: deque[_Sample] = deque()
         self._num_ops = 0  # of these
         self._asked: _Sample | None = None  # the latest, which may be noted next
+        self._outlines: dict[Outline, Outline] = {}  # what equal ones are kept as
         self._templates: dict[Outline, list[Template]] = {}
         self._refused: dict[Outline, tuple[int, str]] = {}  # how often in turn, and why the last time
 
@@ -561,7 +564,7 @@ class Layouts:
         with self._lock:
             sample = self._asked = self._sample(program)
             given, recent = list(map(self._sample, others)), list(reversed(self._recent))
-        shared, slots = sample.slots()
+        shared, slots = sample.slots(self._outlines)
         with self._lock:
             known = list(self._templates.get(shared, ()))
             count, reason = self._refused.get(shared, (0, ""))
@@ -569,8 +572,8 @@ class Layouts:
                 self._refused[shared] = count + 1, reason
                 raise Refused(reason)
         error: Exception = Refused("no other sizes of it are known")
-        makers: list[Callable[[], Any]] = [functools.partial(_same, template) for template in known]
-        for make in (*makers, *self._makers(program, shared, slots, [*given, *recent])):
+        makers = [functools.partial(_same, template) for template in known]
+        for make in itertools.chain(makers, self._makers(program, shared, slots, [*given, *recent])):
             try:
                 template = make()
                 padded = template.pad(program, slots, most_variables)
@@ -627,7 +630,7 @@ class Layouts:
         for other in others:
             if len(samples) < _MOST_SAMPLES and [op.name for op in other.program.ops] == names:
                 with contextlib.suppress(Refused):
-                    outlined, found = other.slots()
+                    outlined, found = other.slots(self._outlines)
                     if outlined == shared:
                         samples.setdefault(tuple(found), other.program)
         return samples

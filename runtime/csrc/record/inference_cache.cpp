@@ -14,13 +14,26 @@ namespace {
 // Signatures of one generation; two are kept.
 constexpr size_t kGeneration = 4096;
 
+// Fits every floating dtype.
+constexpr double kLargestOfAll = 448;
+
 class SignatureWriter {
  public:
+  std::string bytes;
+
   template <class T>
   void put(const T& value) {
     static_assert(std::is_trivially_copyable_v<T> && std::has_unique_object_representations_v<T>);
     bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
   }
+
+  // Of this argument; false for a value of a kind that is not written.
+  bool put_argument(const OpInfo& info, const ArgInfo& arg, const IValue& v) {
+    arg_ = info.is_foreach && info.lifts && arg.is_liftable ? &arg : nullptr;
+    return put_value(v);
+  }
+
+ private:
   void put_double(double value) { put(std::bit_cast<int64_t>(value)); }
   void put_ints(at::IntArrayRef ints) {
     put(ints.size());
@@ -42,7 +55,12 @@ class SignatureWriter {
     put(t.storage().nbytes());
   }
 
-  // False for a value of a kind that is not written.
+  // A number that programs take when they run leaves the shape and dtype as they are: a step size, say.
+  bool is_any(double value) const {
+    NumberKey key{.kind = NumberKey::kDouble, .bits = std::bit_cast<int64_t>(value)};
+    return arg_ && std::abs(value) <= kLargestOfAll && !is_structural(*arg_, key);
+  }
+
   bool put_value(const IValue& v) {
     if (v.isNone()) {
       put('0');
@@ -55,8 +73,9 @@ class SignatureWriter {
       put('i');
       put(v.toInt());
     } else if (v.isDouble()) {
-      put('d');
-      put_double(v.toDouble());
+      bool any = is_any(v.toDouble());
+      put(any ? 'n' : 'd');
+      if (!any) put_double(v.toDouble());
     } else if (v.isBool()) {
       put('b');
       put(v.toBool());
@@ -88,9 +107,6 @@ class SignatureWriter {
     return true;
   }
 
-  std::string bytes;
-
- private:
   // The number of the storage among those of the call.
   size_t place_of(c10::StorageImpl* storage) {
     auto found = std::ranges::find(storages_, storage);
@@ -99,6 +115,7 @@ class SignatureWriter {
     return place;
   }
   c10::SmallVector<c10::StorageImpl*, 8> storages_;
+  const ArgInfo* arg_ = nullptr;  // where its numbers may be any
 };
 
 using Generation = std::unordered_map<std::string, std::shared_ptr<const Inferred>>;
@@ -123,7 +140,7 @@ std::optional<std::string> signature_of(const OpInfo& info, const IValue* args) 
   writer.put(c10::get_default_dtype_as_scalartype());
   writer.put(at::globalContext().deterministicAlgorithms());
   for (size_t i = 0; i < info.args.size(); i++) {
-    if (!writer.put_value(args[i])) return std::nullopt;
+    if (!writer.put_argument(info, info.args[i], args[i])) return std::nullopt;
   }
   return std::move(writer.bytes);
 }
