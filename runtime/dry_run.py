@@ -18,7 +18,7 @@ from torchtpu.runtime.ir.program import Base, Program
 from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.padding.layout import Layouts
-from torchtpu.runtime.partition.split import ends_of_runs, split
+from torchtpu.runtime.partition.split import split
 from torchtpu.runtime.spmd.groups import ordered, split_by_group
 from torchtpu.runtime.spmd.host_calls import number_of
 from torchtpu.runtime.spmd.regions import Collectives, ends_around
@@ -91,7 +91,7 @@ class DryRun:
         plan.ready(DryExecutable(_outputs(program), [call.args[1] for call in calls]))
 
     def _made_of(self, program: Program, before: Any) -> list[Program]:
-        """What an engine would make of a program: a padded one, or parts, where sizes keep changing."""
+        """What an engine would make of a program: a padded one, where sizes keep changing."""
         if before is None:
             self._layouts.note(program)
             return [program]
@@ -100,8 +100,7 @@ class DryRun:
             return [self._layouts.pad(program, [before.program], check).program]
         except Exception:  # noqa: BLE001 -- an engine would compile it as it is, too
             self._layouts.note(program)
-            ends = ends_of_runs(program, before.program)
-            return [part.program for part in split(program, ends)] if ends else [program]
+            return [program]
 
     def _note(self, program: Program) -> None:
         identity = self._journal.program(program)

@@ -44,13 +44,15 @@ from .padding.arrays import PaddedExecutable, download
 from .padding.layout import Layouts, Outline, PaddedProgram
 from .partition.clusters import Clusters
 from .partition.pieces import Piece
-from .partition.split import ends_of_runs, split
 from .spmd.builder import SpmdBuilder
 from .spmd.regions import Collectives
 from .telemetry import log
 from .telemetry.counters import Counters
 from .telemetry.observers import Observer
 from .telemetry.waiting import Waits
+
+_OFTEN_ASKED = 3  # for a padded program
+_MOST_ASKED = 256  # of which it is remembered
 
 Way = tuple[str, Callable[[], Future[Any]]]  # what is optimised, "" where nothing is, and what begins to make it
 
@@ -153,6 +155,7 @@ class Engine:
         self._layouts = Layouts(is_special)
         # What runs a padded program, while some size of it is known.
         self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
+        self._asked: dict[Program, int] = {}  # how often each padded program was, the latest last
         self.launch = self._executor.start
         self.resume = self._executor.resume
         self.is_prompt = self._executor.is_prompt
@@ -234,23 +237,27 @@ class Engine:
         compiled, what another process padded, or did not, serves too."""
         device, before = plan.device, plan.before
         padded = None if before is None else self._pad(program, [before.program])
+        is_due = padded is not None and self._is_due(padded.program)
         if padded is not None:
             if (padded.program, device) not in self._padded:
                 with self.counters.bailouts.attempt("note of sizes", program.line):
                     self.plans.note_samples(padded.samples)
-            yield "padding", functools.partial(self._with_padding, padded, device)
+            if is_due:
+                yield "padding", functools.partial(self._with_padding, padded, device)
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
         try:
-            pieces = self._variants.known_pieces(program, device)
+            pieces = self._variants.known_pieces(program, device, are_all=padded is not None)
         except Exception as error:  # noqa: BLE001 -- as below
             pieces = []
             failed.append(("pieces", error))
         if pieces:
             yield "pieces", functools.partial(self._begin, program, lambda: self._clusters(program), device, pieces)
+        if padded is not None and not is_due:
+            self._asked[padded.program] = _OFTEN_ASKED
+            yield "padding", functools.partial(self._with_padding, padded, device)
         try:
-            ends = ends_of_runs(program, before.program) if padded is None and before is not None else []
-            parts = Clusters(split(program, ends), sys.maxsize) if ends else self._clusters(program)
+            parts = self._clusters(program)
         except Exception as error:  # noqa: BLE001 -- the plain form serves as well
             parts = None
             failed.append(("clusters", error))
@@ -279,6 +286,14 @@ class Engine:
         if not pieces:
             self._planned(program)
         return ready
+
+    def _is_due(self, program: Program) -> bool:
+        """Whether a padded program has been asked for so often, or been made, that it is used where pieces serve as
+        well: what sizes have in common by chance does not come again."""
+        self._asked[program] = asked = self._asked.pop(program, 0) + 1
+        if len(self._asked) > _MOST_ASKED:
+            del self._asked[next(iter(self._asked))]
+        return asked >= _OFTEN_ASKED
 
     def _with_padding(self, padded: PaddedProgram, device: int) -> Future[Any]:
         """What runs a padded program."""

@@ -107,13 +107,6 @@ def test_a_region_whose_clusters_are_not_compiled_is_compiled_whole(monkeypatch:
     check(once, "clusters")
 
 
-@pytest.mark.bailouts("clusters")
-def test_a_region_that_is_not_split_where_its_sizes_change_is_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "ends_of_runs", fails)
-    spectrum = lambda x: torch.fft.rfft(x, dim=0).abs().sum(0)  # has no rule for padded arrays
-    check(lambda device: [spectrum(torch.ones(n, 4, device=device)).cpu() for n in range(3, 8)], "clusters")
-
-
 @pytest.mark.bailouts("boundaries", "lists", "repetitions")
 @pytest.mark.parametrize(
     ("what", "function"), [("boundaries", "find_boundaries"), ("lists", "take_apart"), ("repetitions", "repeated")]

@@ -353,7 +353,7 @@ def _part(value: Any) -> PaddedExtent | None:
     """What a padded array has of a tensor."""
     if value is None:
         return None
-    sizes, shape, factors, ranges, dims, order = _content(value, "PaddedExtent", 6)
+    sizes, shape, factors, ranges, dims, order, places = _content(value, "PaddedExtent", 7)
     taken = [items(item, 3) for item in items(ranges, most=MOST_RANK)]
     return PaddedExtent(
         _sizes(sizes),
@@ -362,6 +362,7 @@ def _part(value: Any) -> PaddedExtent | None:
         tuple([(_size(start), _size(count), integer(step, -MOST_INT)) for start, count, step in taken]),
         None if dims is None else tuple([integers(dim, 0, MOST_RANK) for dim in items(dims, most=MOST_RANK)]),
         integers(order, 0, MOST_RANK),
+        _sizes(places),
     )
 
 

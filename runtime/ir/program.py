@@ -99,7 +99,9 @@ class PaddedExtent:
 
     Else the array is reshaped to `factors`, `ranges[k]` (start, count, step) is taken of factor k, and `dims[d]` are
     the factors that dimension d runs over (see `StridedAccess`). With `order`, what is taken is a run of the one
-    factor, in which the dimensions follow each other in this order. An int that changes is an expression, as text.
+    factor, in which the dimensions follow each other in this order. With `places`, it lies anywhere in the array: an
+    element at the first of these, and as far from it, for each dimension, as the others say, as overlapping windows
+    do. An int that changes is an expression, as text.
     """
 
     sizes: tuple[int | str, ...]
@@ -108,6 +110,7 @@ class PaddedExtent:
     ranges: tuple[tuple[int | str, int | str, int], ...] = ()
     dims: tuple[tuple[int, ...], ...] | None = None
     order: tuple[int, ...] = ()
+    places: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

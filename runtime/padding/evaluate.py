@@ -76,6 +76,7 @@ class Symbols:
         limits += [f"{n} <= {b.most}" for n, b in self._bounds.items()]
         self._scope = export.SymbolicScope(limits)
         self._undecided = _Undecided(self._scope)
+        self._taken: set[str] = set()  # for other than 0, of sizes that are to be equal
 
     def size(self, text: int | str) -> Any:
         """A size with its variables."""
@@ -87,7 +88,7 @@ class Symbols:
 
     def unequal(self) -> tuple[str, ...]:
         """The expressions that the trace took for other than 0 without knowing."""
-        return self._undecided.texts()
+        return (*self._undecided.texts(), *sorted(self._taken))
 
     def trace(self, function: Callable[..., list[Any]], structs: Sequence[Any]) -> Any:
         """The jaxpr of a function of arrays with symbolic sizes."""
@@ -118,6 +119,12 @@ class Symbols:
     def read(self, array: Any, part: PaddedExtent) -> Any:
         """What a tensor takes of its array."""
         sizes = self.sizes(part.sizes)
+        if part.places:
+            first, *steps = map(core.dimension_as_value, self.sizes(part.places))
+            place = jnp.asarray(first, jnp.int32)
+            for axis, step in enumerate(steps):
+                place = place + lax.broadcasted_iota(jnp.int32, sizes, axis) * jnp.asarray(step, jnp.int32)
+            return jnp.take(lax.reshape(array, (math.prod(array.shape),)), place, mode="clip")
         if part.dims is None:
             return array
         ranges = [(self.size(start), self.size(count), step) for start, count, step in part.ranges]
@@ -182,7 +189,9 @@ class Symbols:
         new = lax.reshape(new, tuple(count for _, count, _ in ranges))
         if all(taken == size for (_, taken, _), size in zip(part.ranges, part.factors, strict=True)):
             return lax.reshape(new, shape)
-        if old is None or old.shape != shape or any(step != 1 for _, _, step in ranges):
+        if old is None:  # what was not written is any number
+            old = jnp.zeros(shape, new.dtype)
+        if old.shape != shape or any(step != 1 for _, _, step in ranges):
             raise Refused("a write with a step, or into an array of another shape")
         starts = [jnp.asarray(core.dimension_as_value(start), jnp.int32) for start, _, _ in ranges]
         old = lax.reshape(old, factors)
@@ -199,11 +208,21 @@ class Symbols:
         return lax.reshape(made, shape)
 
     def checked(self, array: Any, sizes: Sequence[Any]) -> Any:
-        """An array that a lowering made, if it has these sizes."""
+        """An array that a lowering made, if it has these sizes. Where that hangs on the variables, it is taken for so:
+        what was traced is not to be run where it is not.
+        """
         made = jnp.asarray(array)
-        if len(made.shape) != len(sizes) or not all(map(self._are_equal, made.shape, sizes)):
+        if len(made.shape) != len(sizes) or not all(map(self._may_be_equal, made.shape, sizes)):
             raise Refused(f"the lowering returned shape {made.shape} instead of {tuple(sizes)}")
         return made
+
+    def _may_be_equal(self, made: Any, size: Any) -> bool:
+        if self._are_equal(made, size):
+            return True
+        if core.is_constant_dim(made) or core.is_constant_dim(size):
+            return False
+        self._taken.add(f"max(1 - ({_text(made - size)})**2, 0)")  # 1 where they are equal, else 0
+        return True
 
     def _are_equal(self, one: Any, other: Any) -> bool:
         """Whether two sizes are equal whatever the variables are."""
@@ -261,8 +280,12 @@ class _Undecided:
             difference = one - other
             least, most = shape_poly._bounds_decision(difference, shape_poly.BoundsPrecision.BEST)
             if least <= 0 <= most:
-                found.add(str(difference).replace("^", "**"))
+                found.add(_text(difference))
         return tuple(sorted(found))
+
+
+def _text(dim: Any) -> str:
+    return str(dim).replace("^", "**")
 
 
 def _marked(dim: Any, spec: str) -> str:

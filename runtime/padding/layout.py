@@ -48,15 +48,18 @@ from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.ir.strided_access import find_access, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
 
-_LEAST_CAPACITY = 32
+# The shortest dimension in memory, by how many elements the largest array then has at least: short ones save programs.
+_LEAST_CAPACITIES = ((8, 1 << 18), (32, 0))
 _WIDEST_DOUBLING = 1024  # above it capacities are an eighth of a power of two apart
 _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
 _MOST_SIZE = 2**31 - 1
 _LEAST_BUCKET = 8  # whoever rounds sizes up to powers of two from here on pads already
-MOST_VARIABLES = 6
+MOST_VARIABLES = 7
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same capacity
 _MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
 _FEWEST_SAMPLES = 3
+_FEWEST_SURE = 3  # different values that are no chance, where they follow from others
+_MOST_CHANCE = 8  # what sizes of fewer different values may be longer by
 _MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest and most of those
 _FEWEST_RECENT = 4
 _MOST_RECENT = 256
@@ -94,6 +97,12 @@ class Size(NamedTuple):
         for factor, names in self.terms:
             total += factor * math.prod(values[name] + offset for name, offset in names)
         return total // self.divisor + self.after
+
+    def bound_of_only(self, least: int) -> tuple[str, int, bool]:
+        """The only variable, and the least that it is, or the most, where the size is at least so much."""
+        ((factor, ((name, offset),)),) = self.terms
+        wanted = (least - self.after) * self.divisor - self.constant
+        return name, (-(-wanted // factor) if factor > 0 else wanted // factor) - offset, factor > 0
 
     def capacity(self, bounds: Mapping[str, Bound]) -> int:
         """How long a dimension of this size is in memory: what `evaluate.Sizes.capacity` says of the same size."""
@@ -138,16 +147,16 @@ class Size(NamedTuple):
 Leaf = Any  # a slot: an int or a `Size`; None in an outline that only says what programs have in common
 
 
-def padded_capacity(size: int) -> int:
-    """How long a dimension of so many elements is in memory."""
+def padded_capacity(size: int, least: int = _LEAST_CAPACITIES[-1][0]) -> int:
+    """How long a dimension of so many elements is in memory, where it is at least so long."""
     doubled = 1 << (size - 1).bit_length()
     step = doubled // 8
-    return max(_LEAST_CAPACITY, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
+    return max(least, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
 
 
-def _least_in(capacity: int) -> int:
+def _least_in(capacity: int, least: int) -> int:
     """The fewest elements that get this capacity."""
-    if capacity <= _LEAST_CAPACITY:
+    if capacity <= least:
         return _LEAST_SIZE
     doubled = 1 << (capacity - 1).bit_length()
     return (doubled // 2 if doubled <= _WIDEST_DOUBLING else capacity - doubled // 8) + 1
@@ -160,7 +169,8 @@ class _View(NamedTuple):
     """A tensor over an array of `shape`: all of it where `access` is None, else factors, ranges, dims and order of one
     (see `PaddedExtent`).
 
-    Where `strides` is not None, it lies at a run-time offset.
+    Where `strides` is not None, it lies at a run-time offset. Where `places` is not None, it is no such part: these are
+    its offset and strides.
     """
 
     shape: tuple[Leaf, ...]
@@ -168,6 +178,7 @@ class _View(NamedTuple):
     access: tuple[Any, ...] | None
     strides: tuple[Leaf, ...] | None
     about: tuple[Any, ...]
+    places: tuple[Leaf, ...] | None = None
 
 
 class _Number(NamedTuple):
@@ -269,7 +280,10 @@ def _view(
     if found is None or (is_read and any(len(dim) > 1 for dim in found.dims)):  # a size that is a product is refused
         order = _order_of_run(sizes, strides)
         if order is None and found is None:
-            raise Refused("a view that is no box of its array")
+            if not is_read:
+                raise Refused("a write to what is no box of its array")
+            steps = (0 if size == 1 else slot(step) for size, step in zip(sizes, strides, strict=True))
+            return _View(shape, whole, None, None, (*about, base.dtype, False), (slot(offset), *steps))
     else:
         order = None
     if order is not None:
@@ -325,14 +339,18 @@ class _Fit:
         return Size(((1, ((name, 0),)),))
 
     def _fit(self, column: tuple[int, ...], *, is_input: bool) -> Size | None:
+        is_sure = len(set(column)) >= _FEWEST_SURE
         for name, values in self.variables.items():
             found = _line(name, values, column)
-            # That one input is so and so much longer than another may be chance.
-            if found and (not is_input or found.constant == 0 or (found.terms[0][0] == 1 and abs(found.constant) < 8)):
+            # That one size is so and so much longer than another may be chance.
+            is_alike = found is not None and found.terms[0][0] == 1 and abs(found.constant) < _MOST_CHANCE
+            if found and (is_alike or found.constant == 0 or (is_sure and not is_input)):
                 return found
         if is_input:
             return None
-        return self._sum(column) or self._product(column) or self._quotient(column)
+        found = self._sum(column) or self._product(column) or self._quotient(column)
+        is_alike = found is not None and max(abs(found.constant), abs(found.after)) < _MOST_CHANCE
+        return found if is_alike or is_sure else None
 
     def _sum(self, column: tuple[int, ...]) -> Size | None:
         for (x, xs), (y, ys) in itertools.combinations(self.variables.items(), 2):
@@ -415,6 +433,7 @@ class Template:
         # What was a size that arrays do not have: a place, which needs no capacity.
         self._places = {name for name, values in fit.variables.items() if min(values) < _LEAST_SIZE}
         self._behind = {name: self._longest(name) for name in fit.variables if name not in self._places}
+        self._least_capacity = self._shortest()
         self._limits: dict[str, tuple[int, int]] | None = None
         self._programs: dict[tuple[Bound, ...], _Made] = {}
 
@@ -445,6 +464,17 @@ class Template:
         slots = iter(self._slots)
         return outline(program, lambda _: next(slots), self._is_special)
 
+    def _shortest(self) -> int:
+        """How long a dimension is at least, in memory."""
+        most = 0
+        for bases in zip(*(bases_of(program).values() for program in self._samples), strict=True):
+            dims = zip(*(base.shape for base in bases), strict=True)
+            most = max(
+                most,
+                math.prod(max(sizes) if len({*sizes}) == 1 else max(map(padded_capacity, sizes)) for sizes in dims),
+            )
+        return next(least for least, elements in _LEAST_CAPACITIES if most >= elements)
+
     def _longest(self, name: str) -> int:
         """By how many elements a size is longer than the variable, where they share their capacity."""
         alike = [size.constant for size in self._sizes if size.terms == ((1, ((name, 0),)),) and size.divisor == 1]
@@ -454,19 +484,29 @@ class Template:
         behind = self._behind[name]
         if value < _LEAST_SIZE:
             raise Refused(f"a size of {value}")
-        capacity = padded_capacity(value + behind)
+        capacity = padded_capacity(value + behind, self._least_capacity)
         least, most = (self._limits or {}).get(name, (0, _MOST_SIZE))
         most = min(capacity - behind, most)
-        bound = Bound(max(_LEAST_SIZE, _least_in(capacity) - behind, least), most, min(capacity, most + behind))
+        bound = Bound(
+            max(_LEAST_SIZE, _least_in(capacity, self._least_capacity) - behind, least),
+            most,
+            min(capacity, most + behind),
+        )
         if not bound.least <= value <= bound.most:
             raise Refused(f"a size of {value}, where it is {bound.least} to {bound.most}")
         return bound
 
 
 def _limits_of(value: Any) -> dict[str, tuple[int, int]]:
-    """The least and the most that variables are where views take parts of them, or they are parts of what stays."""
+    """The least and the most that variables are where views take parts of them, or they are parts of what stays, and
+    where no dimension is shorter than `_LEAST_SIZE`."""
     found: dict[str, tuple[int, int]] = {}
     for view in _views_of(value):
+        for size in (*view.shape, *view.sizes):
+            if isinstance(size, Size) and len(size.terms) == 1 and len(size.terms[0][1]) == 1:
+                name, bound, is_least = size.bound_of_only(_LEAST_SIZE)
+                least, most = found.get(name, (0, _MOST_SIZE))
+                found[name] = (max(least, bound), most) if is_least else (least, min(most, bound))
         factors, ranges, *_ = view.access or ((), ())
         for factor, (start, taken, step) in zip(factors, ranges, strict=True):
             if not isinstance(start, int):
@@ -844,6 +884,7 @@ class _PaddedOp:
             tuple((self.text(start), self.text(taken), step) for start, taken, step in ranges),
             dims,
             order,
+            self._texts(view.places or ()),
         )
 
     def text(self, leaf: Leaf) -> int | str:
@@ -877,7 +918,7 @@ class _PaddedOp:
 
 def _is_longer(view: _View) -> bool:
     """Whether a tensor, or the array that it lies in, is longer in memory; else it may begin at another place."""
-    if _has_size(view.shape) or _has_size(view.sizes) or view.strides is not None:
+    if _has_size(view.shape) or _has_size(view.sizes) or view.strides is not None or view.places is not None:
         return _has_size(view)
     factors, ranges, *_ = view.access or ((), ())
     return _has_size(factors) or any(_has_size(taken) for _, taken, _ in ranges)

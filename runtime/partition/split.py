@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from torchtpu.runtime import _C
 from torchtpu.runtime.ir.liveness import last_reads
 from torchtpu.runtime.ir.program import Lifted, Program
 from torchtpu.runtime.ir.values import bases_of, rewrite
@@ -61,13 +60,6 @@ def split(program: Program, ends: Sequence[int]) -> list[Part]:
         )
         parts.append(Part(part, tuple(numbers.inputs), outputs, *(tuple(n) for n in numbers.lifted.values())))
     return parts
-
-
-def ends_of_runs(program: Program, before: Program) -> list[int]:
-    """Where the runs of ops end that are as in another program of the same ops, and those between them; none where that
-    is not worth it."""
-    known = [replace(now, line=then.line) == then for now, then in zip(program.ops, before.ops, strict=True)]
-    return _C.ends_of_runs(known)
 
 
 class PartNumbers:

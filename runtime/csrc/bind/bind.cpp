@@ -20,7 +20,6 @@
 #include "region/pieces.h"
 #include "region/program.h"
 #include "region/replay.h"
-#include "region/split.h"
 
 namespace torchtpu {
 
@@ -379,7 +378,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("observe_reads", [](bool on) { reads_are_observed = on; });
   m.def("dump", &dump);
   m.def("current_line", &current_line);
-  m.def("ends_of_runs", &ends_of_runs);
   m.def("drain", [] { drain_decrefs(); });
   py::class_<SignalsScope>(m, "SignalsDeferred")
       .def(py::init<>())

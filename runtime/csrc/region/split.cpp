@@ -235,8 +235,8 @@ constexpr size_t kFewestOpsOfRun = 4;     // a shorter run of ops that stay the 
 constexpr int kStreamsBeforeSplit = 2;    // compiled whole, until it is clear that the shapes go on changing
 constexpr size_t kMostParts = 256;
 
-}  // namespace
-
+// The ends of the runs of ops that stay the same where an op stream comes with other shapes, and of those between them,
+// but the last; none where the runs are too few to be worth it.
 std::vector<int64_t> ends_of_runs(std::vector<bool> is_same) {
   for (size_t i = 0; i < is_same.size();) {  // short runs join their neighbours
     size_t j = i;
@@ -252,8 +252,6 @@ std::vector<int64_t> ends_of_runs(std::vector<bool> is_same) {
   if (is_same.size() < kFewestOpsToSplit || same * 2 < std::ssize(is_same) || ends.size() >= kMostParts) ends.clear();
   return ends;
 }
-
-namespace {
 
 bool is_same_geometry(const TensorKey& a, const TensorKey& b) {
   return a.geometry == b.geometry && a.dtype == b.dtype && a.base == b.base &&

@@ -10,6 +10,7 @@ from torch._prims_common import get_computation_dtype
 
 from torchtpu.ops.nn.norm import refuse_mixed
 from torchtpu.ops.registry import jnp, lax, like, lowering, opmath, suggest_memory_format
+from torchtpu.ops.sizes import as_number, is_known
 
 _STATS = ("running_mean", "running_var")
 
@@ -45,6 +46,14 @@ def _moved(running: Any, new: Any, momentum: Any) -> Any:
     return (1 - momentum) * running.astype(new.dtype) + momentum * new
 
 
+def _unbiasing(count: Any, dtype: Any) -> Any:
+    """What makes a mean of so many squares a variance that is not biased."""
+    if is_known(count):
+        return count / max(count - 1, 1)
+    many = as_number(count, jnp.float64)
+    return (many / jnp.maximum(many - 1, 1)).astype(dtype)
+
+
 def _normalize(
     input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: Any, eps: Any
 ) -> Any:
@@ -56,7 +65,7 @@ def _normalize(
     mean, variance = _moments(x)
     rstd = _rstd(variance, eps)
     count = math.prod(x.shape[i] for i in _over(x))
-    unbiased = variance * (count / max(count - 1, 1))
+    unbiased = variance * _unbiasing(count, variance.dtype)
     moved = _moved(running_mean, mean, momentum), _moved(running_var, unbiased, momentum)
     return _affine(x, mean, rstd, weight, bias), mean, rstd, *moved
 
@@ -223,7 +232,7 @@ def batch_norm_update_stats(input, running_mean, running_var, momentum):
     x = opmath(input)
     mean, variance = _moments(x)
     count = math.prod(x.shape[i] for i in _over(x))
-    unbiased = variance * (count / max(count - 1, 1))
+    unbiased = variance * _unbiasing(count, variance.dtype)
     return mean, variance, _moved(running_mean, mean, momentum), _moved(running_var, unbiased, momentum)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
+from torchtpu.ops.sizes import as_number, is_known, transpose
 
 
 def _edges(rank: int, pad: Sequence[int]) -> list[tuple[int, int]]:
@@ -20,9 +21,21 @@ def constant_pad_nd(x, pad, value=0):
     return lax.pad(x, value, [(low, high, 0) for low, high in _edges(x.ndim, pad)])
 
 
+def _reflected(x: Any, axis: int, low: int, high: int) -> Any:
+    """As `jnp.pad` reflects, which does not where sizes are not known: a dimension is longer than what is added."""
+    last = as_number(x.shape[axis] - 1, jnp.int32)
+    place = jnp.abs(jnp.arange(x.shape[axis] + low + high, dtype=jnp.int32) - low)
+    return jnp.take(x, last - jnp.abs(last - place), axis, mode="clip")
+
+
 def _mirrored(x: Any, padding: Sequence[int], mode: str) -> Any:
     edges = _edges(x.ndim, padding)
-    grown = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in edges], mode)
+    if mode == "reflect" and not is_known(*x.shape):
+        grown = x
+        for axis, (low, high) in enumerate(edges):
+            grown = _reflected(grown, axis, max(low, 0), max(high, 0))
+    else:
+        grown = jnp.pad(x, [(max(low, 0), max(high, 0)) for low, high in edges], mode)
     # cut last: what is cut off one side may still be mirrored at the other
     ends = zip(grown.shape, edges, strict=True)
     return grown[tuple(slice(max(-low, 0), size - max(-high, 0)) for size, (low, high) in ends)]
@@ -31,8 +44,7 @@ def _mirrored(x: Any, padding: Sequence[int], mode: str) -> Any:
 def _mirrored_backward(grad: Any, x: Any, padding: Sequence[int], mode: str) -> Any:
     grad = opmath(grad)
     inner = jax.ShapeDtypeStruct(x.shape, grad.dtype)
-    (summed,) = jax.linear_transpose(lambda y: _mirrored(y, padding, mode), inner)(grad)
-    return summed
+    return transpose(lambda y: _mirrored(y, padding, mode), inner, grad)
 
 
 @lowering("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")

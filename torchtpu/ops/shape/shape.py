@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, suggest_memory_format, without_kernels
+from torchtpu.ops.sizes import transpose
 
 UNROLLED_WINDOWS = 32  # overlaps up to which windows are summed by pads instead of a scatter
 
@@ -240,7 +241,7 @@ def col2im(x, output_size, kernel_size, dilation, padding, stride):
     batched = opmath(x if x.ndim == 3 else x[None])
     channels = batched.shape[1] // (kernel_size[0] * kernel_size[1])
     image = jax.ShapeDtypeStruct((batched.shape[0], channels, *output_size), batched.dtype)
-    (summed,) = jax.linear_transpose(lambda i: _columns(i, kernel_size, dilation, padding, stride), image)(batched)
+    summed = transpose(lambda i: _columns(i, kernel_size, dilation, padding, stride), image, batched)
     return summed if x.ndim == 3 else summed[0]
 
 

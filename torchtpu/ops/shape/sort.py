@@ -12,7 +12,9 @@ import torch
 from torch._prims_common import canonicalize_dim
 
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
+from torchtpu.ops.sizes import is_at_most, is_known
 
+_MOST_BITS = 31  # of a size
 COMPARE_ALL_LIMIT = 1 << 20  # comparisons up to which counting beats a binary search of gathers
 
 
@@ -177,17 +179,24 @@ def _positions(sequence: Any, x: Any, right: bool) -> Any:
     """Per element of `x`, the count of elements before it in the sorted last dimension of `sequence`."""
     common = _common_dtype(sequence, x)
     sequence, x, size = sequence.astype(common), jnp.asarray(x, common), sequence.shape[-1]
-    if size * x.size <= COMPARE_ALL_LIMIT or size <= 16:
+    if is_at_most(size * x.size, COMPARE_ALL_LIMIT) or is_at_most(size, 16):
         row = sequence[..., None, :] if sequence.ndim > 1 else sequence
         return jnp.sum(_is_before(row, x[..., None], right), -1, dtype=jnp.int64)
-    low, high = jnp.zeros(x.shape, jnp.int64), jnp.full(x.shape, size, jnp.int64)
-    for _ in range(size.bit_length()):
+
+    def halve(_: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = bounds
         middle = (low + high) // 2
         at = jnp.minimum(middle, size - 1)
         found = sequence[at] if sequence.ndim == 1 else _pick(sequence, at, -1)
         goes_right = _is_before(found, x, right) & (low < high)
-        low, high = jnp.where(goes_right, middle + 1, low), jnp.where(goes_right, high, middle)
-    return low
+        return jnp.where(goes_right, middle + 1, low), jnp.where(goes_right, high, middle)
+
+    bounds = jnp.zeros(x.shape, jnp.int64), jnp.zeros(x.shape, jnp.int64) + size
+    if not is_known(size):
+        return lax.fori_loop(0, _MOST_BITS, halve, bounds)[0]
+    for step in range(size.bit_length()):
+        bounds = halve(step, bounds)
+    return bounds[0]
 
 
 def _is_before(element: Any, x: Any, right: bool) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchtpu.ops.registry import composed, jnp, like, lowering, opmath
+from torchtpu.ops.sizes import is_known
 from torchtpu.ops.spatial.pool import best_of, places
 
 
@@ -43,7 +44,7 @@ def _take(x: Any, index: np.ndarray[Any, Any], axis: int) -> list[Any]:
     return [jnp.take(x, jnp.asarray(column), axis) for column in index.T]
 
 
-def _shaped(values: np.ndarray[Any, Any], ndim: int, axis: int) -> Any:
+def _shaped(values: Any, ndim: int, axis: int) -> Any:
     return values.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
@@ -64,10 +65,27 @@ def _gather_sum(x: Any, axis: int, table: _PoolTable, weight: np.ndarray[Any, An
     return sum(jnp.where(_shaped(valid, x.ndim, axis), part, 0) for part, valid in parts)
 
 
+def _is_inside(length: Any, count: Any) -> Any:
+    """Whether each input is in each window, (length, count), where these sizes are known at run time only."""
+    at, out = jnp.arange(length)[:, None], jnp.arange(count)[None]
+    length, count = jnp.asarray(length), jnp.asarray(count)
+    return (at >= out * length // count) & (at < -(-(out + 1) * length // count))
+
+
+def _sum_where(x: Any, axis: int, inside: Any) -> Any:
+    """For each column of `inside` the sum of what it marks along an axis."""
+    parts = jnp.where(inside, jnp.moveaxis(x, axis, -1)[..., None], jnp.zeros((), x.dtype))
+    return jnp.moveaxis(parts.sum(-2), -1, axis)
+
+
 @lowering("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
 def adaptive_avg_pool(self, output_size):
     made = opmath(self)
     for axis, count in zip(range(self.ndim - len(output_size), self.ndim), output_size, strict=True):
+        if not is_known(self.shape[axis], count):
+            inside = _is_inside(self.shape[axis], count)
+            made = _sum_where(made, axis, inside) / _shaped(inside.sum(0), self.ndim, axis).astype(made.dtype)
+            continue
         table = _windows(self.shape[axis], count)
         made = _gather_sum(made, axis, table) / _shaped(table.valid.sum(1), self.ndim, axis).astype(made.dtype)
     return made
@@ -93,6 +111,10 @@ def _adaptive_avg_backward(rank: int, grad: Any, x: Any) -> Any:
     made = opmath(grad)
     for axis in range(x.ndim - rank, x.ndim):
         length, count = x.shape[axis], grad.shape[axis]
+        if not is_known(length, count):
+            inside = _is_inside(length, count)
+            made = _sum_where(made / _shaped(inside.sum(0), x.ndim, axis).astype(made.dtype), axis, inside.T)
+            continue
         made = _gather_sum(made, axis, _holders(length, count), 1 / _windows(length, count).valid.sum(1))
     return made
 

@@ -14,6 +14,7 @@ import torch
 
 from torchtpu.ops.linalg.matmul import contract, precision_of
 from torchtpu.ops.registry import jax, jnp, lax, like, lowering, opmath, suggest_memory_format
+from torchtpu.ops.sizes import is_at_most, is_known, transpose
 
 # Below this many output pixels XLA:CPU's convolution costs up to 140 times torch's, while copied patches and one dot
 # cost the same; above, the patches no longer fit the cache.
@@ -55,7 +56,7 @@ def _convolve_on_cpu(x: Any, weight: Any, window: _Window, groups: int, ctx: Any
         parts = zip(jnp.split(x, groups, 1), jnp.split(weight, groups, 0), strict=True)
         return jnp.concatenate([_convolve_on_cpu(part, kernel, window, 1, ctx) for part, kernel in parts], 1)
     taps = math.prod(weight.shape[2:])
-    small = math.prod(_output_space(x, weight, window)) <= _SMALL_IMAGE and taps <= _MOST_TAPS
+    small = is_at_most(math.prod(_output_space(x, weight, window)), _SMALL_IMAGE) and taps <= _MOST_TAPS
     if groups > 1 or (small and taps > 1):
         return _patches_dot(x, weight, window, groups)
     if x.ndim == 5:
@@ -257,10 +258,20 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
         made = _transposed_integers(x, w, window, groups, ctx)
     elif transposed:
         image = jax.ShapeDtypeStruct(ctx.results[0][0], x.dtype)
-        (made,) = jax.linear_transpose(lambda image: _convolve(image, w, window, groups, ctx), image)(x)
+        made = transpose(lambda image: _transposable(image, w, window, groups, ctx), image, x)
     else:
         made = _convolve(x, w, window, groups, ctx)
     return made if bias is None else made + bias.astype(made.dtype).reshape(-1, *[1] * (weight.ndim - 2))
+
+
+def _transposable(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
+    """A convolution; where sizes are not known jax transposes none with strides, so that it is part of one without."""
+    space = _output_space(x, weight, window)
+    if is_known(*space) or set(window.stride) == {1}:
+        return _convolve(x, weight, window, groups, ctx)
+    made = _convolve(x, weight, window._replace(stride=(1,) * len(space)), groups, ctx)
+    stop = [(n - 1) * s + 1 for n, s in zip(space, window.stride, strict=True)]
+    return lax.slice(made, [0] * made.ndim, (*made.shape[:2], *stop), (1, 1, *window.stride))
 
 
 def _transposed_integers(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
@@ -310,9 +321,9 @@ def convolution_backward(
     if output_mask[0] and transposed:
         grad_input = _convolve(grad, w, window, groups, ctx)
     elif output_mask[0]:
-        (grad_input,) = jax.linear_transpose(lambda x: _convolve(x, w, window, groups, ctx), x)(grad)
+        grad_input = transpose(lambda x: _transposable(x, w, window, groups, ctx), x, grad)
     if output_mask[1]:
-        (grad_weight,) = jax.linear_transpose(lambda w: _convolve(image, w, window, groups, ctx), w)(made)
+        grad_weight = transpose(lambda w: _transposable(image, w, window, groups, ctx), w, made)
     if output_mask[2]:
         grad_bias = opmath(grad_output).sum((0, *range(2, grad.ndim)))
     return grad_input, grad_weight, grad_bias

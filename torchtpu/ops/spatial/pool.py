@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from torchtpu.ops.registry import jnp, lax, lowering, opmath, suggest_memory_format
+from torchtpu.ops.sizes import is_known
 
 _MOST_SLICES = 32
 
@@ -30,6 +31,12 @@ class Windows:
     def span(self) -> int:
         return self.dilation * (self.size - 1) + 1
 
+    @property
+    def overhang(self) -> int:
+        """How far the last one reaches beyond the dimension; negative, if at all, where sizes are not known."""
+        beyond = (self.count - 1) * self.stride + self.span - self.padding - self.length
+        return max(beyond, 0) if is_known(beyond) else beyond
+
 
 def windows_of(
     rank: int, space: Any, counts: Any, kernel: Any, stride: Any, padding: Any, dilation: Any = (1,)
@@ -41,9 +48,8 @@ def windows_of(
 
 def _slices(x: Any, axis: int, w: Windows, fill: Any) -> list[Any]:
     """For each element of the window, that element of every window along `axis` (`fill` outside)."""
-    high = max((w.count - 1) * w.stride + w.span - w.padding - w.length, 0)
     pads = [(0, 0, 0)] * x.ndim
-    pads[axis] = (w.padding, high, 0)
+    pads[axis] = (w.padding, w.overhang, 0)
     padded = lax.pad(x, jnp.asarray(fill, x.dtype), pads)
     reach = (w.count - 1) * w.stride + 1
     starts = range(0, w.span, w.dilation)
@@ -115,10 +121,11 @@ def _max_pool_backward(
     pads += [(r - 1, b - w.count, 0) for r, b, w in zip(reach, blocks, windows, strict=True)]
     grads = lax.pad(opmath(grad), jnp.zeros((), opmath(grad).dtype), pads)
     chosen = lax.pad(indices.astype(jnp.int32), jnp.int32(-1), pads)
-    place = np.pad(
-        np.arange(math.prod(x.shape[-rank:]), dtype=np.int32).reshape(x.shape[-rank:]),
-        [(w.padding, b * w.stride - w.length - w.padding) for w, b in zip(windows, blocks, strict=True)],
-        constant_values=-2,
+    space = x.shape[-rank:]
+    place = lax.pad(
+        lax.iota(jnp.int32, math.prod(space)).reshape(space),
+        jnp.int32(-2),
+        [(w.padding, b * w.stride - w.length - w.padding, 0) for w, b in zip(windows, blocks, strict=True)],
     )
     split = [n for w, b in zip(windows, blocks, strict=True) for n in (b, w.stride)]
     place = place.reshape(split)
@@ -160,10 +167,10 @@ def _avg_pool(x: Any, windows: list[Windows], count_include_pad: bool, divisor: 
 def _window_sums(x: Any, axis: int, w: Windows) -> Any:
     if w.size <= _MOST_SLICES:
         return sum(_slices(x, axis, w, 0))
-    high = max((w.count - 1) * w.stride + w.span - w.padding - w.length, 0)
-    shape, strides, pads = [1] * x.ndim, [1] * x.ndim, [(0, 0)] * x.ndim
-    shape[axis], strides[axis], pads[axis] = w.size, w.stride, (w.padding, high)
-    sums = lax.reduce_window(x, jnp.zeros((), x.dtype), lax.add, shape, strides, pads)
+    shape, strides, pads = [1] * x.ndim, [1] * x.ndim, [(0, 0, 0)] * x.ndim
+    shape[axis], strides[axis], pads[axis] = w.size, w.stride, (w.padding, w.overhang, 0)
+    zero = jnp.zeros((), x.dtype)
+    sums = lax.reduce_window(lax.pad(x, zero, pads), zero, lax.add, shape, strides, [(0, 0)] * x.ndim)
     return lax.slice_in_dim(sums, 0, w.count, 1, axis)
 
 
@@ -172,9 +179,10 @@ def _divide(x: Any, windows: list[Windows], count_include_pad: bool, divisor: An
     if divisor is None:
         divisor = np.ones(())
         for w in windows:
-            start = np.arange(w.count) * w.stride - w.padding
-            padded = np.minimum(start + w.size, w.length + w.padding) - start
-            inside = np.minimum(start + w.size, w.length) - np.maximum(start, 0)
+            known = np if is_known(w.count, w.length) else jnp
+            start = known.arange(w.count) * w.stride - w.padding
+            padded = known.minimum(start + w.size, known.asarray(w.length + w.padding)) - start
+            inside = known.minimum(start + w.size, known.asarray(w.length)) - known.maximum(start, 0)
             divisor = divisor[..., None] * (padded if count_include_pad else inside)
     return lax.div(x, jnp.broadcast_to(jnp.asarray(divisor, x.dtype), x.shape))  # integers round towards zero
 

@@ -1,7 +1,7 @@
 """Resizes images (batch, channels, *space) to an output size, and the gradients.
 
-Every mode is separable: a table of (input index, weight) per output position for each dimension, known when tracing.
-A gradient uses the transposed table, so it gathers too.
+Every mode is separable: a table of (input index, weight) per output position for each dimension, known when tracing
+unless the sizes change. A gradient uses the transposed table, so it gathers too; of sizes that change it scatters.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchtpu.ops.registry import jnp, lowering, opmath
+from torchtpu.ops.sizes import as_number, is_known
 
 _NAMES = ("1d", "2d", "3d")
 _SCALES = {"scales": None, "scales_d": None, "scales_h": None, "scales_w": None}
@@ -59,6 +60,29 @@ def _apply(x: Any, axis: int, table: _Table) -> Any:
     return made
 
 
+def _columns(table: _Table, x: Any, axis: int) -> list[tuple[Any, Any]]:
+    """The columns of a table that is known at run time only, and their weights, shaped to be multiplied with `x`."""
+    shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+    weights = (column.reshape(shape).astype(x.dtype) for column in table.weight.T)
+    return list(zip(table.index.T, weights, strict=True))
+
+
+def _apply_at_run_time(x: Any, axis: int, table: _Table) -> Any:
+    if table.index.shape[1] == 1:
+        return jnp.take(x, table.index[:, 0], axis)
+    if x.dtype == jnp.uint8:
+        raise NotImplementedError("bytes of sizes that change")
+    x = opmath(x)
+    return sum(jnp.take(x, index, axis) * weight for index, weight in _columns(table, x, axis))
+
+
+def _transposed_at_run_time(grad: Any, axis: int, table: _Table, length: Any) -> Any:
+    made = jnp.zeros((*grad.shape[:axis], length, *grad.shape[axis + 1 :]), grad.dtype)
+    for index, weight in _columns(table, grad, axis):
+        made = made.at[(*[slice(None)] * axis, index)].add(grad * weight)
+    return made
+
+
 def _apply_to_bytes(x: Any, axis: int, table: _Table) -> Any:
     """In the fixed point of PyTorch, which resizes uint8 images only: 16-bit weights, a byte after each dimension."""
     merged = table.transposed(x.shape[axis]).transposed(len(table.index))
@@ -78,41 +102,49 @@ def _apply_to_bytes(x: Any, axis: int, table: _Table) -> Any:
 
 
 def _ratio(length: int, count: int, scale: Any, real: Any = np.float32) -> Any:
-    return real(1 / scale) if scale is not None and scale > 0 else real(length) / real(count)
+    return real(1 / scale) if scale is not None and scale > 0 else as_number(length, real) / as_number(count, real)
 
 
 def _nearest(shift: float, length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
-    source = np.floor((np.arange(count, dtype=np.float32) + np.float32(shift)) * _ratio(length, count, scale))
-    return _Table(np.minimum(source, length - 1).astype(np.int32)[:, None], np.ones((count, 1)))
+    xp = np if is_known(length, count) else jnp
+    source = xp.floor((xp.arange(count, dtype=np.float32) + np.float32(shift)) * _ratio(length, count, scale))
+    return _Table(xp.minimum(source, as_number(length - 1, np.float32)).astype(np.int32)[:, None], xp.ones((count, 1)))
 
 
 def _positions(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> Array:
-    out = np.arange(count, dtype=real)
+    xp = np if is_known(length, count) else jnp
+    out = xp.arange(count, dtype=real)
     if align_corners:
-        return out * (real(length - 1) / real(count - 1) if count > 1 else real(0))
+        steps = as_number(count - 1, real)
+        return out * xp.where(steps > 0, as_number(length - 1, real) / xp.maximum(steps, 1), real(0))
     made: Array = _ratio(length, count, scale, real) * (out + real(0.5)) - real(0.5)
     return made
 
 
 def _linear(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
-    source = np.maximum(_positions(length, count, align_corners, scale, real), real(0))
-    low = np.minimum(source.astype(np.int32), length - 1)
-    part = np.clip(source - low.astype(real), 0, 1)
-    return _Table(np.stack([low, np.minimum(low + 1, length - 1)], 1), np.stack([1 - part, part], 1))
+    xp = np if is_known(length, count) else jnp
+    source = xp.maximum(_positions(length, count, align_corners, scale, real), real(0))
+    last = as_number(length - 1, np.int32)
+    low = xp.minimum(source.astype(np.int32), last)
+    part = xp.clip(source - low.astype(real), 0, 1)
+    return _Table(xp.stack([low, xp.minimum(low + 1, last)], 1), xp.stack([1 - part, part], 1))
 
 
 def _cubic_weight(distance: Array, a: float) -> Array:
-    d = np.abs(distance)
+    xp = np if isinstance(distance, np.ndarray) else jnp
+    d = xp.abs(distance)
     near = ((a + 2) * d - (a + 3)) * d * d + 1
     far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-    return np.where(d <= 1, near, np.where(d < 2, far, 0))
+    return xp.where(d <= 1, near, xp.where(d < 2, far, 0))
 
 
 def _cubic(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
+    xp = np if is_known(length, count) else jnp
     source = _positions(length, count, align_corners, scale, real)
-    low = np.floor(source).astype(np.int32)
+    low = xp.floor(source).astype(np.int32)
     taps = low[:, None] + np.arange(-1, 3)
-    return _Table(np.clip(taps, 0, length - 1), _cubic_weight(source.astype(np.float64)[:, None] - taps, -0.75))
+    weight = _cubic_weight(source.astype(np.float64)[:, None] - taps, -0.75)
+    return _Table(xp.clip(taps, 0, as_number(length - 1, np.int32)), weight)
 
 
 def _antialiased(
@@ -170,7 +202,9 @@ def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
         made = self
         tables = _tables(table, self.dtype, self.shape, output_size, rest, aligned)
         for axis, t in reversed(list(enumerate(tables, self.ndim - len(output_size)))):
-            if repeats := t.repeats(self.shape[axis]):
+            if not is_known(self.shape[axis], *t.index.shape):
+                made = _apply_at_run_time(made, axis, t)
+            elif repeats := t.repeats(self.shape[axis]):
                 made = jnp.repeat(made, repeats, axis)
             elif t.index.shape[1] == 1:
                 made = jnp.take(made, jnp.asarray(t.index[:, 0]), axis)
@@ -185,7 +219,9 @@ def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
         tables = _tables(table, grad_output.dtype, input_size, output_size, rest, aligned)
         for axis, t in enumerate(tables, made.ndim - len(output_size)):
             length = input_size[axis]
-            if repeats := t.repeats(length):
+            if not is_known(length, *t.index.shape):
+                made = _transposed_at_run_time(made, axis, t, length)
+            elif repeats := t.repeats(length):
                 made = made.reshape(*made.shape[:axis], length, repeats, *made.shape[axis + 1 :]).sum(axis + 1)
             else:
                 made = _apply(made, axis, t.transposed(length))
