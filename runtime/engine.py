@@ -51,6 +51,7 @@ from .telemetry.counters import Counters
 from .telemetry.observers import Observer
 from .telemetry.waiting import Waits
 
+_MANY_SAMPLES = 4  # of what sizes have in common
 _OFTEN_ASKED = 3  # for a padded program
 _MOST_ASKED = 256  # of which it is remembered
 
@@ -237,7 +238,7 @@ class Engine:
         compiled, what another process padded, or did not, serves too."""
         device, before = plan.device, plan.before
         padded = None if before is None else self._pad(program, [before.program])
-        is_due = padded is not None and self._is_due(padded.program)
+        is_due = padded is not None and self._is_due(padded)
         if padded is not None:
             if (padded.program, device) not in self._padded:
                 with self.counters.bailouts.attempt("note of sizes", program.line):
@@ -287,9 +288,12 @@ class Engine:
             self._planned(program)
         return ready
 
-    def _is_due(self, program: Program) -> bool:
-        """Whether a padded program has been asked for so often, or been made, that it is used where pieces serve as
-        well: what sizes have in common by chance does not come again."""
+    def _is_due(self, padded: PaddedProgram) -> bool:
+        """Whether a padded program is of so many samples, or has been asked for so often, or made, that it is used where
+        pieces serve as well: what few sizes have in common by chance does not come again."""
+        program = padded.program
+        if len(padded.samples) >= _MANY_SAMPLES:
+            return True
         self._asked[program] = asked = self._asked.pop(program, 0) + 1
         if len(self._asked) > _MOST_ASKED:
             del self._asked[next(iter(self._asked))]

@@ -253,6 +253,14 @@ def test_comparisons_that_sizes_decide_are_noted_and_no_others() -> None:
     assert set(symbols.unequal()) == {"- b + a", "a - 7", "a - 8", "a - 9"}
 
 
+@pytest.mark.timeout(60)
+def test_a_comparison_that_jax_does_not_end_is_undecided() -> None:
+    a, b, c, d = evaluate.Symbols([(2, 32, 32), (2, 32, 32), (2, 7, 32), (2, 7, 32)]).sizes("abcd")
+    pixels = (a - 2 * c + 6) * (b - 2 * d + 6) * (a + b - c - d + 3) * (a - d + 1)
+    with pytest.raises(jax.errors.InconclusiveDimensionOperation):
+        bool(pixels <= 64)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "sizes"), [case for case in cases(3) if len(case.values[1]) > 1])
 def test_a_rule_reads_nothing_but_what_counts_where_two_sizes_change(name: str, sizes: tuple[int, ...]) -> None:

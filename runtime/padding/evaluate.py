@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchtpu.runtime.device.jax_modules import core, export, jax, jnp, lax, prng, shape_poly
+from torchtpu.runtime.device.jax_modules import core, export, jax, jnp, lax, prng, shape_poly, shape_poly_decision
 from torchtpu.runtime.ir.program import PaddedExtent
 
 from .layout import Bound, Refused, marked
 
 _MOST_COMPARED = 100_000  # values of variables for which two sizes are compared
 _MOST_ELEMENTS = 2**31 - 1  # places are counted in i32
+_MOST_STEPS = 2000  # of a comparison of two sizes: some tenth of a second
 
 
 class Sizes:
@@ -295,7 +296,8 @@ def _marked(dim: Any, spec: str) -> str:
 
 @functools.cache
 def _watch_sizes() -> None:
-    """Has comparisons of jax's symbolic sizes noted from now on, and marked what lowerings say of them in messages."""
+    """Has comparisons of jax's symbolic sizes noted from now on, and marked what lowerings say of them in messages. No
+    comparison takes long: jax eliminates term by term, in steps that multiply with the terms."""
     is_equal = shape_poly._DimExpr.__eq__
 
     def compare(one: Any, other: Any) -> bool:
@@ -311,6 +313,15 @@ def _watch_sizes() -> None:
     def noted_is_unequal(one: Any, other: Any) -> bool:
         return not compare(one, other)
 
+    decision = shape_poly_decision._DecisionByElimination
+    find_bounds = decision._bounds_for_sorted_terms
+
+    def find_bounds_soon(self: Any, *given: Any) -> tuple[float, float]:
+        self._steps = getattr(self, "_steps", 0) + 1
+        bounds: tuple[float, float] = find_bounds(self, *given) if self._steps < _MOST_STEPS else (-math.inf, math.inf)
+        return bounds
+
+    decision._bounds_for_sorted_terms = find_bounds_soon
     shape_poly._DimExpr.__eq__ = noted_is_equal
     shape_poly._DimExpr.__ne__ = noted_is_unequal
     shape_poly._DimExpr.__format__ = _marked

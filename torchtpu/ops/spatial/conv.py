@@ -14,7 +14,7 @@ import torch
 
 from torchtpu.ops.linalg.matmul import contract, precision_of
 from torchtpu.ops.registry import jax, jnp, lax, like, lowering, opmath, suggest_memory_format
-from torchtpu.ops.sizes import is_at_most, is_known, transpose
+from torchtpu.ops.sizes import is_known, transpose
 
 # Below this many output pixels XLA:CPU's convolution costs up to 140 times torch's, while copied patches and one dot
 # cost the same; above, the patches no longer fit the cache.
@@ -56,7 +56,8 @@ def _convolve_on_cpu(x: Any, weight: Any, window: _Window, groups: int, ctx: Any
         parts = zip(jnp.split(x, groups, 1), jnp.split(weight, groups, 0), strict=True)
         return jnp.concatenate([_convolve_on_cpu(part, kernel, window, 1, ctx) for part, kernel in parts], 1)
     taps = math.prod(weight.shape[2:])
-    small = is_at_most(math.prod(_output_space(x, weight, window)), _SMALL_IMAGE) and taps <= _MOST_TAPS
+    space = _output_space(x, weight, window)
+    small = is_known(taps, *space) and math.prod(space) <= _SMALL_IMAGE and taps <= _MOST_TAPS
     if groups > 1 or (small and taps > 1):
         return _patches_dot(x, weight, window, groups)
     if x.ndim == 5:
