@@ -51,10 +51,6 @@ from .telemetry.counters import Counters
 from .telemetry.observers import Observer
 from .telemetry.waiting import Waits
 
-_MANY_SAMPLES = 4  # of what sizes have in common
-_OFTEN_ASKED = 3  # for a padded program
-_MOST_ASKED = 256  # of which it is remembered
-
 Way = tuple[str, Callable[[], Future[Any]]]  # what is optimised, "" where nothing is, and what begins to make it
 
 
@@ -156,7 +152,6 @@ class Engine:
         self._layouts = Layouts(is_special)
         # What runs a padded program, while some size of it is known.
         self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
-        self._asked: dict[Program, int] = {}  # how often each padded program was, the latest last
         self.launch = self._executor.start
         self.resume = self._executor.resume
         self.is_prompt = self._executor.is_prompt
@@ -238,25 +233,20 @@ class Engine:
         compiled, what another process padded, or did not, serves too."""
         device, before = plan.device, plan.before
         padded = None if before is None else self._pad(program, [before.program])
-        is_due = padded is not None and self._is_due(padded)
         if padded is not None:
             if (padded.program, device) not in self._padded:
                 with self.counters.bailouts.attempt("note of sizes", program.line):
                     self.plans.note_samples(padded.samples)
-            if is_due:
-                yield "padding", functools.partial(self._with_padding, padded, device)
+            yield "padding", functools.partial(self._with_padding, padded, device)
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
         try:
-            pieces = self._variants.known_pieces(program, device, are_all=padded is not None)
+            pieces = self._variants.known_pieces(program, device)
         except Exception as error:  # noqa: BLE001 -- as below
             pieces = []
             failed.append(("pieces", error))
         if pieces:
             yield "pieces", functools.partial(self._begin, program, lambda: self._clusters(program), device, pieces)
-        if padded is not None and not is_due:
-            self._asked[padded.program] = _OFTEN_ASKED
-            yield "padding", functools.partial(self._with_padding, padded, device)
         try:
             parts = self._clusters(program)
         except Exception as error:  # noqa: BLE001 -- the plain form serves as well
@@ -287,17 +277,6 @@ class Engine:
         if not pieces:
             self._planned(program)
         return ready
-
-    def _is_due(self, padded: PaddedProgram) -> bool:
-        """Whether a padded program is of so many samples, or has been asked for so often, or made, that it is used where
-        pieces serve as well: what few sizes have in common by chance does not come again."""
-        program = padded.program
-        if len(padded.samples) >= _MANY_SAMPLES:
-            return True
-        self._asked[program] = asked = self._asked.pop(program, 0) + 1
-        if len(self._asked) > _MOST_ASKED:
-            del self._asked[next(iter(self._asked))]
-        return asked >= _OFTEN_ASKED
 
     def _with_padding(self, padded: PaddedProgram, device: int) -> Future[Any]:
         """What runs a padded program."""

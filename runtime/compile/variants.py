@@ -114,9 +114,9 @@ class VariantBuilder:
         self.refused: set[str] = set()
         self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
 
-    def known_pieces(self, program: Program, device: int, *, are_all: bool) -> list[Piece]:
+    def known_pieces(self, program: Program, device: int) -> list[Piece]:
         """The pieces of a region that is not looked at as a whole: new regions keep ending on its line, and it is made
-        of what others were made of, for the most part or, where they `are_all`, whole. None where that is not so."""
+        of what others were made of, for the most part. None where that is not so."""
         first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
         if first is None or not (visits > first.most_visits or is_forced):
             return []
@@ -125,7 +125,7 @@ class VariantBuilder:
         pieces = self.stock.divide(program, is_often_new=visits > first.most_visits)
         new = self.stock.new_among(pieces)
         is_known = sum(p.num_ops for p in new) <= first.most_missing * sum(p.num_ops for p in pieces)
-        is_worth_it = is_known and not are_all and not first.is_paid_at_once(program)
+        is_worth_it = is_known and not first.is_paid_at_once(program)
         found = self._there(pieces, device) if not new or is_worth_it or is_forced else []
         if found:
             for piece in new:

@@ -18,7 +18,7 @@ from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.calls import LoweringEntry, Lowerings, Parameter, describe_results, parameters, results_of
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
 from torchtpu.runtime.ir.program import Op
-from torchtpu.runtime.padding.layout import PaddedProgram, check_unequal
+from torchtpu.runtime.padding.layout import PaddedProgram, check_sure, check_unequal
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
@@ -128,6 +128,7 @@ class Fragments:
         """Raises what lowering the ops raises, or Refused where what they were traced for is not so."""
         ops, first = [op for op in padded.program.ops if op.padding is not None], padded.program.ints
         for op, (fragment, _) in zip(ops, self.find(ops), strict=True):
+            check_sure(op, fragment.unequal, padded)
             check_unequal(op, fragment.unequal, padded.numbers, first - len(padded.numbers))
 
     def _find(self, key: str) -> Fragment | None:

@@ -23,7 +23,7 @@ import numpy as np
 from torchtpu.runtime.device.jax_modules import core, export, jax, jnp, lax, prng, shape_poly, shape_poly_decision
 from torchtpu.runtime.ir.program import PaddedExtent
 
-from .layout import Bound, Refused, marked
+from .layout import Bound, Refused, is_zero, marked
 
 _MOST_COMPARED = 100_000  # values of variables for which two sizes are compared
 _MOST_ELEMENTS = 2**31 - 1  # places are counted in i32
@@ -222,7 +222,7 @@ class Symbols:
             return True
         if core.is_constant_dim(made) or core.is_constant_dim(size):
             return False
-        self._taken.add(f"max(1 - ({_text(made - size)})**2, 0)")  # 1 where they are equal, else 0
+        self._taken.add(is_zero(_text(made - size)))
         return True
 
     def _are_equal(self, one: Any, other: Any) -> bool:

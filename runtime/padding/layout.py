@@ -55,9 +55,11 @@ _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any str
 _MOST_SIZE = 2**31 - 1
 _LEAST_BUCKET = 8  # whoever rounds sizes up to powers of two from here on pads already
 MOST_VARIABLES = 7
+_FEW_VARIABLES = 4  # of which two programs tell enough
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same capacity
 _MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
 _FEWEST_SAMPLES = 3
+_FEWEST_EQUAL = 4  # programs in which sizes that a lowering has other words for are equal
 _FEWEST_SURE = 3  # different values that are no chance, where they follow from others
 _MOST_CHANCE = 8  # what sizes of fewer different values may be longer by
 _MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest and most of those
@@ -67,6 +69,7 @@ _MOST_OUTLINES = 256
 _MOST_TEMPLATES = 4  # of one outline
 _FEWEST_REFUSED = 16  # programs of one outline, before ever fewer are tried
 _NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
+_ZERO = "max(1 - ("
 _MARKED = re.compile("⟨(.*?)⟩")
 _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
@@ -426,6 +429,8 @@ class Template:
         self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(zip(*samples, strict=True))]
         if not fit.variables:
             raise Refused("no size changes")
+        if _FEW_VARIABLES < len(fit.variables) >= len(samples):
+            raise Refused("more sizes change than programs tell")
         if all(_is_bucket(value) for values in fit.variables.values() for value in values):
             raise Refused("sizes that are buckets already")
         self._homes = {name: self._slots.index(Size(((1, ((name, 0),)),))) for name in fit.variables}
@@ -612,7 +617,7 @@ class Layouts:
                 self._refused[shared] = count + 1, reason
                 raise Refused(reason)
         error: Exception = Refused("no other sizes of it are known")
-        makers = [functools.partial(_same, template) for template in known]
+        makers: list[Callable[[], Template]] = [functools.partial(_same, template) for template in known]
         for make in itertools.chain(makers, self._makers(program, shared, slots, [*given, *recent])):
             try:
                 template = make()
@@ -700,6 +705,18 @@ def check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], fi
     for expression in expressions:
         if value_of(expression, values) == 0:
             raise Refused(f"{op.name} where {expression} is 0")
+
+
+def is_zero(expression: str) -> str:
+    """An expression that is 0 unless this one is."""
+    return f"{_ZERO}{expression})**2, 0)"
+
+
+def check_sure(op: Op, expressions: Sequence[str], padded: PaddedProgram) -> None:
+    """Refuses an op for which sizes of few programs were taken for equal: these may be so by chance."""
+    taken = [expression for expression in expressions if expression.startswith(_ZERO)]
+    if taken and len(padded.samples) < _FEWEST_EQUAL:
+        raise Refused(f"{op.name} where {', '.join(taken)} is not 0, in {len(padded.samples)} programs")
 
 
 def marked(expression: str) -> str:
