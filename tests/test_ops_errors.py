@@ -37,6 +37,9 @@ REFUSED: dict[str, Callable[[str], Any]] = {
         torch.ones(2, 3, device=on, dtype=torch.bool), *ones(on, (6,))
     ),
     "heaviside_ of two dtypes": lambda on: torch.zeros(3, device=on).heaviside_(torch.ones(3, device=on).double()),
+    "gradients of rrelu_ with a negative slope": lambda on: (
+        F.rrelu_(torch.ones(2, device=on, requires_grad=True).clone(), -5.0, 1.0).sum().backward()
+    ),
     "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
     "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),
     "lstsq of two dtypes": lambda on: torch.linalg.lstsq(torch.eye(3, device=on), torch.eye(3, device=on).double()),

@@ -310,7 +310,17 @@ def rrelu_with_noise(self, noise, lower=0.125, upper=1 / 3, training=False, gene
     return x * slope, slope
 
 
-@lowering("rrelu_with_noise_backward", structural={"lower": None, "upper": None})
+def _infer_rrelu_backward(
+    grad_output: torch.Tensor, self: torch.Tensor, noise: torch.Tensor, lower: float, upper: float, training: bool,
+    self_is_result: bool,
+) -> torch.Tensor:  # fmt: skip
+    if self_is_result and lower + upper < 0 and not (training and upper - lower > 1e-6):
+        empty = torch.empty(0, device="cpu")  # whose kernel refuses such slopes, as the meta kernel does not
+        torch.ops.aten.leaky_relu_backward(empty, empty, (lower + upper) / 2, self_is_result)
+    return torch.ops.aten.rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, self_is_result)
+
+
+@lowering("rrelu_with_noise_backward", structural={"lower": None, "upper": None}, infer=_infer_rrelu_backward)
 def rrelu_with_noise_backward(grad_output, self, noise, lower, upper, training, self_is_result):
     grad = opmath(grad_output)
     if training and upper - lower > 1e-6:
