@@ -18,6 +18,10 @@ def into(on: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=on)
 
 
+def ctc(on: str, *lengths: tuple[int, ...], blank: int = 0) -> torch.Tensor:
+    return F.ctc_loss(torch.zeros(5, 2, 4, device=on), torch.ones(2, 3, device=on).long(), *lengths, blank=blank)
+
+
 REFUSED: dict[str, Callable[[str], Any]] = {
     "randint beyond the dtype": lambda on: torch.randint(0, 300, (2,), dtype=torch.uint8, device=on),
     "random_ below the dtype": lambda on: torch.zeros(3, dtype=torch.int8, device=on).random_(-200, 3),
@@ -40,6 +44,10 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "gradients of rrelu_ with a negative slope": lambda on: (
         F.rrelu_(torch.ones(2, device=on, requires_grad=True).clone(), -5.0, 1.0).sum().backward()
     ),
+    "ctc_loss of more steps than there are": lambda on: ctc(on, (5, 6), (3, 3)),
+    "ctc_loss of more labels than there are": lambda on: ctc(on, (5, 5), (3, 4)),
+    "ctc_loss of fewer lengths than samples": lambda on: ctc(on, (5,), (3, 3)),
+    "ctc_loss with a blank that is no label": lambda on: ctc(on, (5, 5), (3, 3), blank=4),
     "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
     "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),
     "lstsq of two dtypes": lambda on: torch.linalg.lstsq(torch.eye(3, device=on), torch.eye(3, device=on).double()),

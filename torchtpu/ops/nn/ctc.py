@@ -106,6 +106,8 @@ def ctc_loss_of_ints(
     zero_infinity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lengths are values of the device: batches differ in them, and share programs."""
+    scores, labels = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in (log_probs, targets))
+    torch.ops.aten._ctc_loss(scores, labels, input_lengths, target_lengths, blank, zero_infinity)
     lengths = (_on_device(each, log_probs) for each in (input_lengths, target_lengths))
     loss, alpha = torch.ops.aten._ctc_loss.Tensor(log_probs, targets, *lengths, blank, zero_infinity)
     return loss, alpha
