@@ -48,6 +48,7 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "ctc_loss of more labels than there are": lambda on: ctc(on, (5, 5), (3, 4)),
     "ctc_loss of fewer lengths than samples": lambda on: ctc(on, (5,), (3, 3)),
     "ctc_loss with a blank that is no label": lambda on: ctc(on, (5, 5), (3, 3), blank=4),
+    "index_select of a number twice": lambda on: ones(on, ())[0].index_select(0, torch.zeros(2, device=on).long()),
     "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
     "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),
     "lstsq of two dtypes": lambda on: torch.linalg.lstsq(torch.eye(3, device=on), torch.eye(3, device=on).double()),

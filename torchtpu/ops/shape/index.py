@@ -196,6 +196,8 @@ def _infer_index_select(self: torch.Tensor, dim: int, index: torch.Tensor) -> to
     rank = max(self.dim(), 1)
     if index.dim() > 1 or not -rank <= dim < rank:
         raise IndexError(f"index_select(): dimension {dim}, or an index of {index.dim()} dimensions")
+    if not self.dim() and index.numel() != 1:
+        raise RuntimeError(f"index_select(): Index to scalar can have only 1 value, got {index.numel()} value(s)")
     return torch.ops.aten.index_select(self, dim, index)
 
 

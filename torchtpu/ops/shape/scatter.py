@@ -34,11 +34,11 @@ def scatter_reduce(x, dim, index, source, reduce, *, include_self=True, ctx):
 def _scattered(ctx: Context, how: str, x: Any, dim: int, index: Any, source: Any, include_self: bool = True) -> Any:
     if index.size == 0:
         return x
-    rows, index = (x.reshape(1), index.reshape(1)) if x.ndim == 0 else (x, index)
+    rows, index = (x.reshape(1), index.reshape(-1)) if x.ndim == 0 else (x, index)
     dim %= rows.ndim
     checked(ctx, index, rows.shape[dim], out_of_bounds(dim, rows.shape[dim]), RuntimeError)
     source = jnp.asarray(source).astype(x.dtype)
-    source = source.reshape(-1)[:1] if x.ndim == 0 else source
+    source = source.reshape(-1) if source.ndim and x.ndim == 0 else source
     source = source[tuple(map(slice, index.shape))] if source.ndim else jnp.broadcast_to(source, index.shape)
     where = tuple(index if d == dim else _iota(index, d) for d in range(rows.ndim))
     return _reduced(how, rows, where, source, include_self).reshape(x.shape)
