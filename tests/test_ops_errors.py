@@ -192,3 +192,37 @@ def test_kaiser_windows_are_those_of_the_cpu(given: Any) -> None:
 def test_the_least_common_multiple_wraps_as_on_the_cpu() -> None:
     a, b = torch.tensor([2**31 - 1, 12], dtype=torch.int32), torch.tensor([2, 18], dtype=torch.int32)
     assert torch.lcm(a.to("tpu"), b.to("tpu")).tolist() == torch.lcm(a, b).tolist()
+
+
+BAD_BAGS: dict[str, dict[str, Any]] = {
+    "weights of samples in double": {"per_sample_weights": torch.ones(3, dtype=torch.double)},
+    "weights of samples of a mean": {"per_sample_weights": torch.ones(3), "mode": 1},
+    "integers": {"weight": torch.ones(5, 2, dtype=torch.int32)},
+    "a table of three dimensions": {"weight": torch.ones(5, 2, 1)},
+    "offsets in rows": {"offsets": torch.zeros(2, 1, dtype=torch.int64)},
+    "offsets in float": {"offsets": torch.zeros(2)},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_BAGS.values(), ids=BAD_BAGS)
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+def test_bags_that_the_cpu_refuses_are_refused_when_called(on: str, bad: dict[str, Any]) -> None:
+    zeros = torch.zeros(3, dtype=torch.int64)
+    given = {"weight": torch.ones(5, 2), "indices": zeros, "offsets": zeros[:2], **bad}
+    on_device = {name: value.to(on) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    with pytest.raises(RuntimeError):
+        torch.ops.aten._embedding_bag(**on_device)
+
+
+def test_indices_and_offsets_of_a_bag_may_differ_in_dtype() -> None:
+    def run(on: str, mode: int) -> list[torch.Tensor]:
+        weight = torch.arange(12.0, device=on).view(4, 3).requires_grad_()
+        indices, offsets = torch.tensor([1, 2, 3, 1], device=on), torch.tensor([0, 1], device=on, dtype=torch.int32)
+        out = torch.ops.aten._embedding_bag(weight, indices, offsets, mode=mode)
+        out[0].sum().backward()
+        return [weight.grad, *out]
+
+    for mode in (0, 1, 2):
+        for expected, got in zip(run("cpu", mode), run("tpu", mode), strict=True):
+            assert got.dtype == expected.dtype
+            torch.testing.assert_close(got.cpu(), expected)

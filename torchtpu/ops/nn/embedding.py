@@ -56,10 +56,20 @@ def embedding_renorm(weight, indices, max_norm, norm_type, *, ctx):
 
 def _bag_shapes(weight, indices, offsets, scale_grad_by_freq=False, mode=SUM, sparse=False, per_sample_weights=None,
                 include_last_offset=False, padding_idx=-1):  # fmt: skip
+    options = scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
+    torch.ops.aten._embedding_bag(weight, indices, offsets, *options)  # refuses other dtypes, and weights of a mean
+    for name, tensor, rank in (("weight", weight, 2), ("offsets", offsets, 1)):
+        if tensor.dim() != rank:
+            raise RuntimeError(f"{name} has to be a {rank}D Tensor, but got Tensor of dimension {tensor.dim()}")
+    if per_sample_weights is not None and per_sample_weights.dtype != weight.dtype:
+        raise RuntimeError(
+            f"expected weights of the samples as the table's, {weight.dtype}, got {per_sample_weights.dtype}"
+        )
     bags = offsets.shape[0] - include_last_offset
     bag = 0 if mode == SUM and padding_idx < 0 else indices.shape[0]
     maximum = (bags, weight.shape[1]) if mode == MAX else (bags,)
-    made = [offsets.new_empty(shape) for shape in (bag, bags, maximum)]
+    dtype = torch.promote_types(indices.dtype, offsets.dtype)
+    made = [offsets.new_empty(shape, dtype=dtype) for shape in (bag, bags, maximum)]
     return weight.new_empty(bags, weight.shape[1]), *made
 
 
