@@ -109,6 +109,12 @@ def test_memory_follows_the_buffers():
     assert torch.accelerator.max_memory_allocated("tpu:0") == torch.tpu.max_memory_allocated()
 
 
+def test_caches_of_the_device_and_of_pinned_memory_can_be_emptied():
+    for memory in (torch.tpu, torch.accelerator, torch.accelerator.memory):
+        memory.empty_cache()
+        memory.empty_host_cache()
+
+
 def test_the_memory_fraction_becomes_a_limit():
     total = torch.tpu.mem_get_info()[1]
     with config.using(memory_limit=0):

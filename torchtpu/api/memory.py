@@ -19,6 +19,7 @@ from torchtpu.runtime import _C
 __all__ = [
     "device_memory_used",
     "empty_cache",
+    "empty_host_cache",
     "get_memory_info",
     "host_memory_stats",
     "max_memory_allocated",
@@ -44,6 +45,7 @@ def install() -> None:
     """Gives torch.accelerator the same answers: its own come from an allocator in C++, which this device has not."""
     for name in (
         "empty_cache",
+        "empty_host_cache",
         "get_memory_info",
         "max_memory_allocated",
         "max_memory_reserved",
@@ -173,6 +175,10 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
 
 def empty_cache() -> None:
     """Does nothing: memory goes back to the device as soon as its last tensor dies."""
+
+
+def empty_host_cache() -> None:
+    """Does nothing: pinned memory is not cached either."""
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
