@@ -311,6 +311,47 @@ def test_scatter_into_a_number_takes_the_first_of_a_longer_source() -> None:
         assert number.scatter(-1, index, source.to(number.device)).item() == 7
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, at, source: x.gather(0, at),
+        lambda x, at, source: x.scatter(0, at, source),
+        lambda x, at, source: x.scatter(0, at, 5.0),
+        lambda x, at, source: x.scatter_add(0, at, source),
+        lambda x, at, source: x.scatter_reduce(0, at, source, "sum"),
+    ],
+    ids=["gather", "scatter", "scatter of a value", "scatter_add", "scatter_reduce"],
+)
+def test_a_number_takes_several_indices(call: Any) -> None:
+    found = []
+    for device in ("cpu", "tpu"):
+        x = torch.tensor(3.0, device=device, requires_grad=True)
+        out = call(x, torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([7.0, 8.0, 9.0], device=device))
+        out.sum().backward()
+        assert x.grad is not None
+        found.append((out.tolist(), x.grad.item()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_unpooling_a_batch_of_nothing_makes_nothing(rank: int) -> None:
+    x = torch.randn(0, *[4] * (rank + 1), device="tpu", requires_grad=True)
+    pooled, chosen = getattr(functional, f"max_pool{rank}d")(x, 2, return_indices=True)
+    out = getattr(functional, f"max_unpool{rank}d")(pooled, chosen, 2)
+    out.sum().backward()
+    assert out.shape == x.shape and out.tolist() == []
+    assert x.grad is not None and x.grad.tolist() == []
+
+
+@pytest.mark.parametrize("size", [(0, 1), (1, 0), (0, 0)])
+def test_fractional_pools_may_make_nothing(size: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, 8, 8, device="tpu", requires_grad=True)
+    out = functional.fractional_max_pool2d(x, 2, output_size=size)
+    out.sum().backward()
+    assert out.shape == (2, 3, *size) and out.cpu().numel() == 0
+    assert x.grad is not None and x.grad.count_nonzero().item() == 0
+
+
 def test_the_ctc_loss_of_batches_of_ever_other_lengths_takes_few_programs() -> None:
     dice = random.Random(0)
     programs = []

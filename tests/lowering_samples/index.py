@@ -65,11 +65,6 @@ def samples(dtype):
         "0-d",
         lambda: (aten.gather(x[0, 0, 0], 0, rows[0]), aten.index_select(x[0, 0, 0], 0, rows[:1]), aten.take(x, other)),
     )
-    scalar, zeros, three = x[0, 0, 0], rows[:1].repeat(2) * 0, x[0, 0, :3]
-    yield "0-d scatter", lambda: (aten.scatter.src(scalar, 0, zeros, three), aten.scatter.value(scalar, 0, zeros, 3))
-    if dtype is not torch.bool:
-        yield "0-d scatter", lambda: aten.scatter_add(scalar, 0, zeros, three)
-        yield "0-d scatter", lambda: aten.scatter_reduce.two(scalar, 0, zeros, three, "prod", include_self=False)
     starts, numbers = torch.tensor([[0, 2, 3], [0, 1, 3]]), torch.tensor([[0, 1, 1], [2, 0, 1]])
     for transpose in (False, True):
         yield "coo", lambda t=transpose: aten._convert_indices_from_csr_to_coo(starts, numbers, transpose=t)

@@ -178,8 +178,8 @@ def fractional_max_pool(self, kernel_size, output_size, random_samples):
 
 def _fractional_starts(sample: Any, length: int, count: int, kernel: int) -> Any:
     last = jnp.full((sample.shape[0], 1), length - kernel, jnp.int32)
-    if count == 1:
-        return last
+    if count < 2:
+        return last[:, :count]
     alpha = jnp.asarray((length - kernel) / (count - 1), sample.dtype)
     steps = jnp.arange(count - 1, dtype=sample.dtype)
     moved = jnp.trunc((steps + sample[:, None]) * alpha) - jnp.trunc(sample[:, None] * alpha)

@@ -235,7 +235,7 @@ def max_unpool3d(self, indices, output_size, stride, padding, *, ctx):
 def _max_unpool(rank: int, x: Any, indices: Any, size: Any, ctx: Any) -> Any:
     lead, plane = x.shape[:-rank], math.prod(size)
     ctx.check((indices >= 0) & (indices < plane), "Found an invalid max index", RuntimeError)
-    rows = math.prod(lead)
-    where = indices.reshape(rows, -1)
-    made = jnp.zeros((rows, plane), x.dtype).at[jnp.arange(rows)[:, None], where].set(x.reshape(rows, -1), mode="drop")
+    rows, pooled = math.prod(lead), math.prod(x.shape[-rank:])
+    where = jnp.arange(rows)[:, None], indices.reshape(rows, pooled)
+    made = jnp.zeros((rows, plane), x.dtype).at[where].set(x.reshape(rows, pooled), mode="drop")
     return made.reshape(*lead, *size)
