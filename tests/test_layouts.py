@@ -131,3 +131,14 @@ def test_attention_lays_out_its_result_as_the_cpu_does(order: tuple[int, ...], d
             found.append(F.scaled_dot_product_attention(*given, dropout_p=dropout))
         assert found[1].stride() == found[0].stride()
         assert found[1].cpu().shape == found[0].shape
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_pooled_volume_without_a_batch_keeps_its_memory_format(channels: int) -> None:
+    found = []
+    for device in ("cpu", "tpu"):
+        batch = torch.ones(1, channels, 4, 5, 6, device=device).contiguous(memory_format=torch.channels_last_3d)
+        found.append(F.max_pool3d(batch.squeeze(0), 2, return_indices=True))
+    for expected, got in zip(*found, strict=True):
+        assert got.stride() == expected.stride()
+        assert got.tolist() == expected.tolist()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtpu.ops.registry import jnp, lax, lowering, opmath, suggest_memory_format
+from torchtpu.ops.registry import jnp, lax, like, lowering, opmath, suggest_memory_format
 from torchtpu.ops.sizes import is_known
 
 _MOST_SLICES = 32
@@ -80,7 +80,16 @@ def max_pool2d(self, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_m
     return _max_pool(2, self, kernel_size, stride, padding, dilation, ctx)
 
 
-@lowering("max_pool3d_with_indices")
+def _infer_max_pool3d(self: torch.Tensor, *window: Any) -> tuple[torch.Tensor, ...]:
+    """PyTorch's meta kernel forgets the memory format of a volume without a batch."""
+    made = torch.ops.aten.max_pool3d_with_indices(self, *window)
+    last = torch.channels_last_3d
+    if self.dim() != 4 or self.is_contiguous() or not self.unsqueeze(0).is_contiguous(memory_format=last):
+        return tuple(made)
+    return tuple(like(each.unsqueeze(0), memory_format=last).squeeze(0) for each in made)
+
+
+@lowering("max_pool3d_with_indices", infer=_infer_max_pool3d)
 def max_pool3d(self, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False, *, ctx):
     return _max_pool(3, self, kernel_size, stride, padding, dilation, ctx)
 
