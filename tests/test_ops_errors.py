@@ -49,6 +49,9 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "ctc_loss of fewer lengths than samples": lambda on: ctc(on, (5,), (3, 3)),
     "ctc_loss with a blank that is no label": lambda on: ctc(on, (5, 5), (3, 3), blank=4),
     "index_select of a number twice": lambda on: ones(on, ())[0].index_select(0, torch.zeros(2, device=on).long()),
+    "grid_sample at points in double": lambda on: F.grid_sample(
+        torch.ones(1, 1, 2, 2, device=on), torch.ones(1, 2, 2, 2, device=on).double(), align_corners=False
+    ),
     "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
     "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),
     "lstsq of two dtypes": lambda on: torch.linalg.lstsq(torch.eye(3, device=on), torch.eye(3, device=on).double()),

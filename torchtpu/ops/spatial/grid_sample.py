@@ -9,6 +9,8 @@ import functools
 import itertools
 from typing import Any
 
+import torch
+
 from torchtpu.ops.registry import jax, jnp, lowering, opmath
 
 
@@ -79,7 +81,13 @@ def _sample(x: Any, grid: Any, mode: int, padding_mode: int, align_corners: bool
     return made.reshape(*x.shape[:2], *grid.shape[1:-1])
 
 
-@lowering("grid_sampler_2d", "grid_sampler_3d")
+def _infer_grid_sampler(input: torch.Tensor, grid: torch.Tensor, *_: Any) -> torch.Tensor:
+    if input.dtype != grid.dtype:
+        raise RuntimeError(f"grid_sampler: expected the grid to be {input.dtype}, as the input is, got {grid.dtype}")
+    return input.new_empty((*input.shape[:2], *grid.shape[1:-1]))
+
+
+@lowering("grid_sampler_2d", "grid_sampler_3d", infer=_infer_grid_sampler)
 def grid_sampler(input, grid, interpolation_mode, padding_mode, align_corners):
     return _sample(opmath(input), opmath(grid), interpolation_mode, padding_mode, align_corners)
 
