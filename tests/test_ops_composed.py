@@ -343,6 +343,17 @@ def test_unpooling_a_batch_of_nothing_makes_nothing(rank: int) -> None:
     assert x.grad is not None and x.grad.tolist() == []
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 4, 4), (2, 0, 4, 4)])
+def test_sampling_of_nothing_makes_nothing(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device="tpu", requires_grad=True)
+    grid = torch.zeros(shape[0], 3, 3, 2, device="tpu", requires_grad=True)
+    out = functional.grid_sample(x, grid, align_corners=False)
+    out.sum().backward()
+    assert out.shape == (*shape[:2], 3, 3) and out.cpu().numel() == 0
+    for leaf in (x, grid):
+        assert leaf.grad is not None and leaf.grad.count_nonzero().item() == 0
+
+
 @pytest.mark.parametrize("size", [(0, 1), (1, 0), (0, 0)])
 def test_fractional_pools_may_make_nothing(size: tuple[int, int]) -> None:
     x = torch.randn(2, 3, 8, 8, device="tpu", requires_grad=True)

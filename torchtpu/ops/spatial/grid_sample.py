@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def _read(x: Any, places: list[Any]) -> Any:
     for place, size in zip(places, x.shape[2:], strict=True):
         inside = inside & (place >= 0) & (place <= size - 1)
         flat = flat * size + jnp.clip(place, 0, size - 1).astype(jnp.int32)
-    values = jnp.take_along_axis(x.reshape(*x.shape[:2], -1), flat[:, None], 2, mode="clip")
+    values = jnp.take_along_axis(x.reshape(*x.shape[:2], math.prod(x.shape[2:])), flat[:, None], 2, mode="clip")
     return jnp.where(inside[:, None], values, 0)
 
 
@@ -56,7 +57,7 @@ def _cubic(part: Any) -> list[Any]:
 
 def _sample(x: Any, grid: Any, mode: int, padding_mode: int, align_corners: bool) -> Any:
     space = x.shape[2:]
-    points = grid.reshape(grid.shape[0], -1, len(space))
+    points = grid.reshape(grid.shape[0], math.prod(grid.shape[1:-1]), len(space))
     places = []
     for i, size in enumerate(space):  # the grid's last dimension runs x, y, z
         at = points[:, :, len(space) - 1 - i]
