@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -384,3 +385,14 @@ def test_the_ctc_loss_of_batches_of_ever_other_lengths_takes_few_programs() -> N
         torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
         programs.append(metrics.snapshot()["programs_compiled"])
     assert programs[-1] <= programs[10] + 1
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2, 3), (2, 1, 1), (3, 2, 1, 2)])
+def test_a_read_at_an_index_is_laid_out_as_on_the_cpu(shape: tuple[int, ...]) -> None:
+    x = torch.arange(math.prod(shape)).view(shape)
+    for dim, taken in itertools.product(range(len(shape)), ([0], [[0, 0]], 0, [])):
+        at = (*[slice(None)] * dim, torch.tensor(taken, dtype=torch.int64))
+        expected, found = x[at], x.to("tpu")[*at[:-1], at[-1].to("tpu")]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert found.numel() == 0 or found.stride() == expected.stride()
+        assert torch.equal(found.cpu(), expected)
