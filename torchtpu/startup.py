@@ -392,16 +392,19 @@ def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
 
 
 def _is_structural(op: str, argument: str, value: float) -> bool:
-    from torchtpu.ops.registry import find
-
-    values = find(_lazy.served.get(op, op)).structural.get(argument, ())
+    values = _structural(_lazy.served.get(op, op), argument)
     return values is None or value in values
 
 
 def _is_special(op: str, argument: str, value: float) -> bool:
+    return value in (_structural(_lazy.served.get(op, op), argument) or ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _structural(op: str, argument: str) -> tuple[float, ...] | None:
     from torchtpu.ops.registry import find
 
-    return value in (find(_lazy.served.get(op, op)).structural.get(argument) or ())
+    return find(op).structural.get(argument, ())
 
 
 def _start_in_fleet(process_group: ProcessGroup) -> int | None:
