@@ -96,8 +96,8 @@ class DryRun:
             self._layouts.note(program)
             return [program]
         try:
-            check = self._fragments().check_padding
-            return [self._layouts.pad(program, [before.program], check).program]
+            find = self._fragments().conditions
+            return [self._layouts.pad(program, [before.program], find).program]
         except Exception:  # noqa: BLE001 -- an engine would compile it as it is, too
             self._layouts.note(program)
             return [program]

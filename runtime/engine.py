@@ -40,7 +40,7 @@ from .ir.manifest import Journal, ProgramOutcome, RecordedProgram
 from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
 from .lowering.fragments import Fragments
-from .padding.arrays import PaddedExecutable, download
+from .padding.arrays import Copies, download
 from .padding.layout import Layouts, Outline, PaddedProgram
 from .partition.clusters import Clusters
 from .partition.pieces import Piece
@@ -116,7 +116,8 @@ class Engine:
             may_compile=lambda: knob("policy") != "frozen",
         )
         self._journal = journal
-        self._builder = Builder(self.client, self.plans, self.compiler, counters, knob, journal, observers)
+        copies = Copies(self.client, counters)
+        self._builder = Builder(self.client, self.plans, self.compiler, copies, counters, knob, journal, observers)
         self._spmd = collectives and SpmdBuilder(
             self.client, self.plans, self.compiler, collectives, is_structural, self._builder, observers
         )
@@ -148,7 +149,7 @@ class Engine:
         def recovery(launch: Callable[[Any], None]) -> Recovery:
             return Recovery(self.fragments, counters, self._builder.executables, launch, may_run_again)
 
-        self._executor = Executor(self.client, counters, knob, memory, fitting, recovery, observers)
+        self._executor = Executor(self.client, copies, counters, knob, memory, fitting, recovery, observers)
         self._layouts = Layouts(is_special)
         # What runs a padded program, while some size of it is known.
         self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
@@ -232,9 +233,9 @@ class Engine:
         """The ways to run a region, best first: padded (see `padding`), in parts, and plain. Where nothing may be
         compiled, what another process padded, or did not, serves too."""
         device, before = plan.device, plan.before
-        padded = None if before is None else self._pad(program, [before.program])
+        padded = None if before is None else self._pad(program, (each.program for each in [before]))
         if padded is not None:
-            if (padded.program, device) not in self._padded:
+            if self._known(padded, device) is None:
                 with self.counters.bailouts.attempt("note of sizes", program.line):
                     self.plans.note_samples(padded.samples)
             yield "padding", functools.partial(self._with_padding, padded, device)
@@ -281,23 +282,32 @@ class Engine:
     def _with_padding(self, padded: PaddedProgram, device: int) -> Future[Any]:
         """What runs a padded program."""
         program, made = padded.program, Future[Any]()
-        known = self._padded.get((program, device))
+        known = self._known(padded, device)
         if known is not None:
-            made.set_result(PaddedExecutable(self.client, self.counters, padded, known))
+            made.set_result(self._builder.padded(padded, known))
             return made
 
         def tell(ready: Future[Any]) -> None:
             with failing(made.set_exception):
-                form = self._padded[program, device] = ready.result()
-                made.set_result(PaddedExecutable(self.client, self.counters, padded, form))
+                executable = self._padded[program, device] = ready.result()
+                made.set_result(self._builder.padded(padded, executable))
 
         self._form(program, self._clusters(program), device).add_done_callback(tell)
         return made
 
+    def _known(self, padded: PaddedProgram, device: int) -> Any:
+        """What runs a padded program, if something did lately."""
+        known = padded.form.executables.get(device)
+        if known is None:
+            known = self._padded.get((padded.program, device))
+            if known is not None:
+                padded.form.executables[device] = known
+        return known
+
     def _clusters(self, program: Program) -> Clusters | None:
         return self.plans.clusters(program) if self._knob("clusters") else None
 
-    def _pad(self, program: Program, others: Sequence[Program], *, alone: bool = False) -> PaddedProgram | None:
+    def _pad(self, program: Program, others: Iterable[Program], *, alone: bool = False) -> PaddedProgram | None:
         """The program padded, with other sizes of it in view, or as those alone made it elsewhere; None where it is
         better left as it is."""
         if self._knob("debug_nans") != "off":  # what does not count may be NaN
@@ -305,7 +315,7 @@ class Engine:
 
         try:
             pad = self._layouts.pad_as if alone else self._layouts.pad
-            padded = pad(program, others, self.fragments.check_padding)
+            padded = pad(program, others, self.fragments.conditions)
         except Exception as error:  # noqa: BLE001 -- what only saves programs must not fail one
             self._refuse(program, error)
             return None
@@ -390,7 +400,7 @@ class _PaddedPieces:
     def pad(self, program: Program, others: Sequence[Program], most_variables: int) -> PaddedProgram | None:
         """A piece padded, with other sizes of it in view; None where that is not possible."""
         try:
-            return self._layouts.pad(program, others, self._fragments.check_padding, most_variables)
+            return self._layouts.pad(program, others, self._fragments.conditions, most_variables)
         except Exception as error:  # noqa: BLE001 -- as above
             self._refuse(program, error)
             return None

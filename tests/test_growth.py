@@ -684,3 +684,86 @@ def test_an_error_of_a_padded_program_names_the_size_that_it_has(op: str) -> Non
         with pytest.raises((IndexError, RuntimeError), match=rf"(size|0,) {n}\b"):
             TAKEN[op](x, places + 1).sum().cpu()
     assert counted("regions_padded") > padded
+
+
+def suppressed(boxes: Tensor, order: Tensor) -> Tensor:
+    """The boxes that none of a higher score overlaps, as torchvision's reference does it."""
+    area, keep = (boxes[:, 2:] - boxes[:, :2]).prod(1), []
+    while order.numel() > 1:
+        best, order = order[0], order[1:]
+        keep.append(best)
+        low = torch.maximum(boxes[order, :2], boxes[best, :2])
+        high = torch.minimum(boxes[order, 2:], boxes[best, 2:])
+        shared = (high - low).clamp(min=0).prod(1)
+        order = order[shared / (area[best] + area[order] - shared) <= 0.3]
+    return torch.stack([*keep, *order]).cpu()
+
+
+def test_a_size_that_stays_through_a_loop_is_no_constant_of_the_next_one() -> None:
+    counts = []
+
+    def loop(device: str) -> list[Tensor]:
+        rng, found = random.Random(0), []
+        for _ in range(20):
+            counts.append(counted("programs_compiled"))
+            corner = torch.rand(rng.randint(12, 30), 2)
+            boxes = torch.cat([corner, corner + torch.rand(len(corner), 2) * 0.7], 1).to(device)
+            found.append(suppressed(boxes, torch.rand(len(corner)).to(device).argsort()))
+        return found
+
+    same_on_both(loop)
+    assert counted("programs_compiled") - counts[-8] <= 14, "of some 100 regions, 8 with a list of its own"
+
+
+@pytest.mark.parametrize("name", ["element", "row", "written"])
+def test_places_in_arrays_whose_lengths_change_too_are_run_time_numbers(name: str) -> None:
+    def of(x: Tensor, at: int) -> Tensor:
+        if name == "written":
+            x = x * 2
+            x[at] = 7.0
+            return x + 1
+        return x.clamp(min=x[at, 1]) if name == "element" else x - x[at]
+
+    def loop(device: str) -> list[Tensor]:
+        rng = random.Random(1)
+        found = []
+        for _ in range(40):
+            n = rng.randint(5, 30)
+            found.append(of(torch.randn(n, 4).to(device), rng.randrange(n)).cpu())
+        return found
+
+    programs, padded = same_on_both(loop)
+    assert padded >= 20
+    assert programs <= 8
+
+
+def test_a_size_that_stays_short_is_short_in_memory() -> None:
+    def loop(device: str) -> list[Tensor]:
+        rng = random.Random(2)
+        weight = torch.randn(64, 64).to(device)
+        return [(torch.randn(rng.randint(2, 8), 16, 64).to(device) @ weight).relu().cpu() for _ in range(20)]
+
+    kept: list[Any] = []
+    engine = startup.engine()
+    made = engine._builder.padded
+    engine._builder.padded = lambda padded, executable: kept.append(padded) or made(padded, executable)
+    try:
+        same_on_both(loop)
+    finally:
+        del engine._builder.padded
+    assert kept
+    assert all(base.shape in ((8, 16, 64), (64, 64)) for padded in kept for base in padded.program.inputs)
+
+
+def test_what_many_padded_programs_read_is_copied_once() -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (9, 12, 20, 15, 18, 11):
+            rows = torch.randn(n, 4).to(device)
+            found += [(rows[:k].sum(0) + rows.sum(0)).cpu() for k in range(2, 8)]
+        return found
+
+    same_on_both(loop)
+    before = counted("arrays_moved")
+    same_on_both(loop)
+    assert counted("arrays_moved") - before <= 12, "of 36 regions"

@@ -16,7 +16,7 @@ from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.ir.calls import full_name, results_of
 from torchtpu.runtime.ir.manifest import Journal, ProgramOutcome
 from torchtpu.runtime.ir.program import Program
-from torchtpu.runtime.padding.arrays import PaddedExecutable
+from torchtpu.runtime.padding.arrays import Copies, PaddedExecutable
 from torchtpu.runtime.padding.layout import PaddedProgram
 from torchtpu.runtime.telemetry import log
 from torchtpu.runtime.telemetry.counters import Counters
@@ -43,6 +43,7 @@ class Builder:
         client: Client,
         plans: Plans,
         compiler: Compiler,
+        copies: Copies,
         counters: Counters,
         knob: Callable[[str], Any],
         journal: Journal | None,
@@ -51,6 +52,7 @@ class Builder:
         self._client = client
         self._plans = plans
         self._compiler = compiler
+        self._copies = copies
         self._counters = counters
         self._knob = knob
         self._journal = journal
@@ -99,7 +101,7 @@ class Builder:
 
     def padded(self, padded: PaddedProgram, executable: Executable) -> PaddedExecutable:
         """What launches a padded program, which `executable` runs, as it was recorded."""
-        return PaddedExecutable(self._client, self._counters, padded, executable)
+        return PaddedExecutable(self._copies, padded, executable)
 
     def executable_of(self, program: Program, device: int) -> Executable:
         """A program's executable; waits for it."""

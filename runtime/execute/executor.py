@@ -20,7 +20,7 @@ from torchtpu.runtime.device.loaded import About
 from torchtpu.runtime.device.sizes import show_bytes
 from torchtpu.runtime.ir.calls import full_name
 from torchtpu.runtime.ir.values import roots_of
-from torchtpu.runtime.padding.arrays import PaddedArray, PaddedWork, uploads_of, without_surplus
+from torchtpu.runtime.padding.arrays import Copies, PaddedArray, PaddedWork, uploads_of
 from torchtpu.runtime.padding.check import SecondLaunch
 from torchtpu.runtime.padding.layout import with_sizes
 from torchtpu.runtime.telemetry.counters import Counters
@@ -47,6 +47,7 @@ class Executor:
     def __init__(
         self,
         client: Client,
+        copies: Copies,
         counters: Counters,
         knob: Callable[[str], Any],
         memory: Memory,
@@ -56,6 +57,7 @@ class Executor:
     ) -> None:
         self.observers = observers
         self._client = client
+        self._copies = copies
         self.counters = counters
         self._knob = knob
         self._memory = memory
@@ -94,7 +96,7 @@ class Executor:
             self._roll_back(work, work.stopped_by)
             return
         if PaddedArray.exist and not executable.takes_padding and not isinstance(work, PaddedWork):
-            work = without_surplus(self._client, self.counters, work)
+            work = self._copies.without_surplus(work)
         executable.launch(work, self)
 
     def may_launch_directly(self, work: Any) -> bool:
@@ -166,7 +168,7 @@ class Executor:
 
     def _as_recorded(self, work: Any) -> Any:
         work = getattr(work, "recorded", work)
-        return without_surplus(self._client, self.counters, work) if PaddedArray.exist else work
+        return self._copies.without_surplus(work) if PaddedArray.exist else work
 
     def run_alone(self, work: Any, executable: Executable) -> None:
         """Runs what does not depend on failed inputs of a program that no other rank takes part in."""

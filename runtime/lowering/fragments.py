@@ -17,8 +17,7 @@ from torchtpu.compiler_cache import Key, Note, Store
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.calls import LoweringEntry, Lowerings, Parameter, describe_results, parameters, results_of
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
-from torchtpu.runtime.ir.program import Op
-from torchtpu.runtime.padding.layout import PaddedProgram, check_sure, check_unequal
+from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
@@ -124,12 +123,11 @@ class Fragments:
                 made.update(self._add(missing, watched))
         return [(made[key], arrays) for key, arrays in described]
 
-    def check_padding(self, padded: PaddedProgram) -> None:
-        """Raises what lowering the ops raises, or Refused where what they were traced for is not so."""
-        ops, first = [op for op in padded.program.ops if op.padding is not None], padded.program.ints
-        for op, (fragment, _) in zip(ops, self.find(ops), strict=True):
-            check_sure(op, fragment.unequal, padded)
-            check_unequal(op, fragment.unequal, padded.numbers, first - len(padded.numbers))
+    def conditions(self, program: Program) -> list[tuple[Op, tuple[str, ...]]]:
+        """The padded ops of a program, each with the expressions that are not 0 where it is right; raises what lowering
+        them raises."""
+        ops = [op for op in program.ops if op.padding is not None]
+        return [(op, fragment.unequal) for op, (fragment, _) in zip(ops, self.find(ops), strict=True)]
 
     def _find(self, key: str) -> Fragment | None:
         found = self._known.get(key)

@@ -6,6 +6,9 @@ alone, a read or another program, takes a copy through the host; so does an arra
 
 from __future__ import annotations
 
+import functools
+import weakref
+from array import array as numbers_of
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,13 +22,16 @@ from .layout import PaddedProgram
 
 Shape = tuple[int, ...]
 
+_MOST_COPIES = 64  # that are kept
+_MOST_BYTES = 1 << 18  # of one
+
 
 class PaddedArray:
     """A device array of which only the first `shape` counts."""
 
     exist = False  # whether any was ever made
 
-    __slots__ = ("array", "counting", "shape")
+    __slots__ = ("__weakref__", "array", "counting", "shape")
 
     def __init__(self, array: Any, shape: Shape) -> None:
         PaddedArray.exist = True
@@ -50,10 +56,54 @@ def download(client: Client, array: Any) -> torch.Tensor:
     return client.download(array.array)[tuple(map(slice, array.shape))].contiguous()
 
 
-def without_surplus(client: Client, counters: Counters, work: Any) -> Any:
-    """A work whose arrays are what counts of the given one's."""
-    given = work.inputs(False) if hasattr(type(work), "uploads") else work.inputs()
-    return _Counting(client, counters, work) if any(isinstance(a, PaddedArray) for a in given) else work
+class Copies:
+    """Makes copies of arrays that have another surplus, or none. A few small ones are kept while what they copy lives:
+    loops read an array lap by lap. Methods may be called from any thread."""
+
+    def __init__(self, client: Client, counters: Counters) -> None:
+        self._client = client
+        self._counters = counters
+        self._known: dict[tuple[int, Shape], tuple[weakref.ref[Any], Any]] = {}  # by the id of what they copy
+
+    def padded(self, array: Any, shape: Shape, device: int) -> Any:
+        """An array of this shape that begins with what counts of the given one; None of one that failed."""
+        if array is None:
+            return None
+        if isinstance(array, PaddedArray) and tuple(array.array.aval.shape) == shape:
+            return array.array
+        key = id(array), shape
+        known = self._known.get(key)
+        if known is not None and known[0]() is array and not known[1].is_deleted():  # a launch may have its memory
+            return known[1]
+        values = download(self._client, array)
+        longer = torch.zeros(shape, dtype=values.dtype)
+        longer[tuple(map(slice, values.shape))] = values
+        made = self._upload(longer, device)
+        if longer.nbytes <= _MOST_BYTES:
+            self._keep(key, array, made)
+        return made
+
+    def counting(self, array: Any, device: int) -> Any:
+        """An array of what counts of the given one: that itself, where nothing of it is surplus."""
+        if not isinstance(array, PaddedArray):
+            return array
+        if array.counting is None:
+            array.counting = self._upload(download(self._client, array), device)
+        return array.counting
+
+    def without_surplus(self, work: Any) -> Any:
+        """A work whose arrays are what counts of the given one's."""
+        given = work.inputs(False) if hasattr(type(work), "uploads") else work.inputs()
+        return _Counting(self, work) if any(isinstance(a, PaddedArray) for a in given) else work
+
+    def _upload(self, values: torch.Tensor, device: int) -> Any:
+        self._counters.arrays_moved += 1
+        return self._client.upload(values, device)
+
+    def _keep(self, key: tuple[int, Shape], array: Any, made: Any) -> None:
+        self._known[key] = weakref.ref(array, functools.partial(_forget, self._known, key)), made
+        while len(self._known) > _MOST_COPIES:
+            self._known.pop(next(iter(self._known)), None)
 
 
 def uploads_of(work: Any) -> list[int]:
@@ -67,14 +117,14 @@ class PaddedExecutable:
     meets_others = False
     takes_padding = True
 
-    def __init__(self, client: Client, counters: Counters, padded: PaddedProgram, executable: Any) -> None:
+    def __init__(self, copies: Copies, padded: PaddedProgram, executable: Any) -> None:
         self.executable = executable
         self.program = padded.program
         self.outputs = padded.outputs
-        self._client = client
-        self._counters = counters
+        self._copies = copies
         self._inputs = padded.inputs
-        self._numbers = torch.tensor(padded.numbers, dtype=torch.int64) if padded.numbers else None
+        numbers = numbers_of("q", padded.numbers)
+        self._numbers = torch.frombuffer(numbers, dtype=torch.int64) if numbers else None
 
     @property
     def shapes(self) -> list[Shape | None]:
@@ -115,33 +165,18 @@ class PaddedExecutable:
 
     def arrays(self, given: list[Any], device: int) -> list[Any]:
         """A launch's arrays, as long as the program has them."""
-        made = list(given)
-        for i, array in enumerate(given):
-            if i in self._inputs:
-                made[i] = self._padded(array, self.program.inputs[i].shape, device)
-            elif isinstance(array, PaddedArray):
-                made[i] = self._client.upload(download(self._client, array), device)
-                self._counters.arrays_moved += 1
-        return made
-
-    def _padded(self, array: Any, shape: Shape, device: int) -> Any:
-        if array is None:  # it failed
-            return None
-        if isinstance(array, PaddedArray) and tuple(array.array.aval.shape) == shape:
-            return array.array
-        values = download(self._client, array)
-        padded = torch.zeros(shape, dtype=values.dtype)
-        padded[tuple(map(slice, values.shape))] = values
-        self._counters.arrays_moved += 1
-        return self._client.upload(padded, device)
+        shapes = (self.program.inputs[i].shape if i in self._inputs else None for i in range(len(given)))
+        return [
+            self._copies.counting(array, device) if shape is None else self._copies.padded(array, shape, device)
+            for array, shape in zip(given, shapes, strict=True)
+        ]
 
 
 class _Counting:
     """What a launch asks of a work, without surplus."""
 
-    def __init__(self, client: Client, counters: Counters, work: Any) -> None:
-        self._client = client
-        self._counters = counters
+    def __init__(self, copies: Copies, work: Any) -> None:
+        self._copies = copies
         self._work = work
 
     def __getattr__(self, name: str) -> Any:
@@ -149,23 +184,16 @@ class _Counting:
 
     def inputs(self, with_uploads: bool = True) -> list[Any]:
         given = self._work.inputs(with_uploads) if hasattr(type(self._work), "uploads") else self._work.inputs()
-        return [self._counting(a) if isinstance(a, PaddedArray) else a for a in given]
+        return [self._copies.counting(array, self._work.device) for array in given]
 
     def input(self, place: int) -> Any:
-        given = self._work.input(place)
-        return self._counting(given) if isinstance(given, PaddedArray) else given
+        return self._copies.counting(self._work.input(place), self._work.device)
 
     def uploads(self) -> list[int]:
         return uploads_of(self._work)
 
     def drop_uploads(self, places: Sequence[int]) -> None:
         self._work.drop_uploads(places)
-
-    def _counting(self, padded: PaddedArray) -> Any:
-        if padded.counting is None:
-            self._counters.arrays_moved += 1
-            padded.counting = self._client.upload(download(self._client, padded), self._work.device)
-        return padded.counting
 
 
 class PaddedWork:
@@ -213,3 +241,7 @@ class PaddedWork:
     def _made(self, output: int, array: Any) -> Any:
         shape = self._padded.outputs.get(output)
         return array if shape is None else PaddedArray(array, shape)
+
+
+def _forget(known: dict[tuple[int, Shape], Any], key: tuple[int, Shape], _: Any) -> None:
+    known.pop(key, None)

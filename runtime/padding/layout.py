@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from torchtpu.runtime.ir.calls import results_of, schema_of, written
 from torchtpu.runtime.ir.program import (
@@ -48,8 +49,10 @@ from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.ir.strided_access import find_access, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
 
-# The shortest dimension in memory, by how many elements the largest array then has at least: short ones save programs.
-_LEAST_CAPACITIES = ((8, 1 << 18), (32, 0))
+# The shortest dimension in memory: one that saves programs, and one that saves work where the largest array would have
+# so many elements, or fewer if a size seems to stay so small.
+_LEAST_CAPACITY, _SHORT_CAPACITY = 32, 8
+_MANY_ELEMENTS, _FEW_ELEMENTS = 1 << 18, 1 << 12
 _WIDEST_DOUBLING = 1024  # above it capacities are an eighth of a power of two apart
 _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
 _MOST_SIZE = 2**31 - 1
@@ -57,6 +60,7 @@ _LEAST_BUCKET = 8  # whoever rounds sizes up to powers of two from here on pads 
 MOST_VARIABLES = 7
 _FEW_VARIABLES = 4  # of which two programs tell enough
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same capacity
+_MOST_COMPARED = 64  # programs of which the most different ones are found
 _MOST_SAMPLES = 8  # programs whose slots are compared, and the fewest that tell more than that they differ
 _FEWEST_SAMPLES = 3
 _FEWEST_EQUAL = 4  # programs in which sizes that a lowering has other words for are equal
@@ -76,6 +80,10 @@ _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
 class Refused(Exception):
     """What a program computes on longer arrays is not known: the message says why."""
+
+
+class Unplaced(Refused):
+    """A view of a size that changes begins at a run-time offset: that is so with most other sizes, too."""
 
 
 class Bound(NamedTuple):
@@ -107,11 +115,10 @@ class Size(NamedTuple):
         wanted = (least - self.after) * self.divisor - self.constant
         return name, (-(-wanted // factor) if factor > 0 else wanted // factor) - offset, factor > 0
 
-    def capacity(self, bounds: Mapping[str, Bound]) -> int:
+    def capacity(self, bound: Callable[[str], Bound]) -> int:
         """How long a dimension of this size is in memory: what `evaluate.Sizes.capacity` says of the same size."""
+        bounds = {name: bound(name) for name in sorted(self.variables)}
         most = self.constant
-        if not self.variables <= bounds.keys():
-            raise Refused("a size that may be none")
         for factor, names in self.terms:
             ends = ([bounds[n].least + offset, bounds[n].most + offset] for n, offset in names)
             products = [factor * math.prod(chosen) for chosen in itertools.product(*ends)]
@@ -147,10 +154,12 @@ class Size(NamedTuple):
         return {name for _, names in self.terms for name, _ in names}
 
 
+# The padded ops of a program, each with the expressions that are not 0 where it is right; raises what lowering raises.
+FindConditions = Callable[[Program], Iterable[tuple[Op, tuple[str, ...]]]]
 Leaf = Any  # a slot: an int or a `Size`; None in an outline that only says what programs have in common
 
 
-def padded_capacity(size: int, least: int = _LEAST_CAPACITIES[-1][0]) -> int:
+def padded_capacity(size: int, least: int = _LEAST_CAPACITY) -> int:
     """How long a dimension of so many elements is in memory, where it is at least so long."""
     doubled = 1 << (size - 1).bit_length()
     step = doubled // 8
@@ -199,60 +208,113 @@ class _PaddedCall(NamedTuple):
     about: tuple[Any, ...]
 
 
-class Outline(NamedTuple):
-    """A program without what its slots are."""
+class Outline:
+    """A program without what its slots are. Programs are compared by it, often: equal ones are best one object."""
 
-    inputs: tuple[tuple[Leaf, ...], ...]
-    calls: tuple[_PaddedCall, ...]
-    about: tuple[Any, ...]
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(
+        self, inputs: tuple[tuple[Leaf, ...], ...], calls: tuple[_PaddedCall, ...], about: tuple[Any, ...]
+    ) -> None:
+        self._parts = inputs, calls, about
+        self._hash = hash(self._parts)
+
+    @property
+    def inputs(self) -> tuple[tuple[Leaf, ...], ...]:
+        """The dimensions of each input."""
+        return self._parts[0]
+
+    @property
+    def calls(self) -> tuple[_PaddedCall, ...]:
+        """The ops."""
+        return self._parts[1]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Outline) and self._hash == other._hash and self._parts == other._parts
 
 
-def outline(program: Program, slot: Callable[[int], Leaf], is_special: IsStructural) -> Outline:
-    """The program's outline, each slot in turn replaced by what `slot` makes of it; Refused where a view has none.
+class _Reader:
+    """Notes the slots of a program."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.slot = self.slots.append
+
+    def geometry(self, *of: Any) -> _View:
+        """What `_geometry` makes of the same."""
+        made, slots = _known_geometry(*of)
+        self.slots += slots
+        return made
+
+
+class _Writer:
+    """Puts expressions in their place, one after the other."""
+
+    def __init__(self, slots: Iterable[Leaf]) -> None:
+        left = iter(slots)
+        self.slot: Callable[[int], Leaf] = lambda _: next(left)
+
+    def geometry(self, *of: Any) -> _View:
+        """What `_geometry` makes."""
+        return _geometry(*of, slot=self.slot)
+
+
+def outline(program: Program, hand: _Reader | _Writer, is_special: IsStructural) -> Outline:
+    """The program's outline, each slot in turn replaced by what `hand` makes of it; Refused where a view has none.
 
     A number that changes what its op means, as 2 does for `pow`, is no slot.
     """
-    inputs = tuple(_dims(base.shape, slot) for base in program.inputs)
-    calls = tuple(_call(op, slot, is_special) for op in program.ops)
+    inputs = tuple(_dims(base.shape, hand.slot) for base in program.inputs)
+    calls = tuple(_call(op, hand, is_special) for op in program.ops)
     dtypes = tuple(base.dtype for base in program.inputs)
     return Outline(inputs, calls, (dtypes, program.outputs, program.donated, program.floats, program.ints))
 
 
 def slots_of(program: Program, is_special: IsStructural) -> tuple[Outline, list[int]]:
     """What programs of the same ops have in common, and the slots in which they differ."""
-    slots: list[int] = []
-    return outline(program, slots.append, is_special), slots
+    reader = _Reader()
+    return outline(program, reader, is_special), reader.slots
 
 
-def _call(op: Op, slot: Callable[[int], Leaf], is_special: IsStructural) -> _PaddedCall:
-    names = [argument.name for argument in schema_of(op.name).arguments]
+def _call(op: Op, hand: _Reader | _Writer, is_special: IsStructural) -> _PaddedCall:
+    names = _arguments_of(op.name)
 
-    def is_kept(place: int) -> Callable[[int], bool]:
-        return functools.partial(is_special, op.name, names[place] if place < len(names) else "")
+    def is_kept(place: int, value: Any) -> bool:
+        return is_special(op.name, names[place] if place < len(names) else "", value)
 
-    args = tuple(_argument(argument, slot, is_kept(place)) for place, argument in enumerate(op.args))
+    args = tuple([_argument(argument, hand, is_kept, place) for place, argument in enumerate(op.args)])
     made = tuple(
-        _view(m.base, m.sizes, m.strides, getattr(m, "offset", 0), slot, (m.value, m.dtype)) for m in results_of(op)
+        [_view(m.base, m.sizes, m.strides, getattr(m, "offset", 0), hand, (m.value, m.dtype)) for m in results_of(op)]
     )
-    kinds = tuple(r if r is None else type(r).__name__ for r in op.results)
-    writes = tuple((w.arg, w.element, w.value, w.replaces) for w in op.writes)
+    kinds = tuple([r if r is None else type(r).__name__ for r in op.results])
+    writes = tuple([(w.arg, w.element, w.value, w.replaces) for w in op.writes])
     return _PaddedCall(op.name, op.settings, args, made, (kinds, writes))
 
 
-def _argument(given: Any, slot: Callable[[int], Leaf], is_kept: Callable[[int], bool]) -> Any:
+@functools.lru_cache(maxsize=4096)
+def _arguments_of(name: str) -> tuple[str, ...]:
+    return tuple(argument.name for argument in schema_of(name).arguments)
+
+
+def _argument(given: Any, hand: _Reader | _Writer, is_kept: Callable[[int, Any], bool], place: int) -> Any:
     kind = type(given)
     if kind is Operand:
         about = given.value, given.dtype
         return _view(
-            given.base, given.sizes, given.strides, given.offset, slot, about, is_zero=given.value is None, is_read=True
+            given.base, given.sizes, given.strides, given.offset, hand, about, is_zero=given.value is None, is_read=True
         )
     if kind is tuple or kind is list:
-        return tuple(_argument(item, slot, is_kept) for item in given)
-    if kind is int and not is_kept(given):
-        return _Number(slot(given), ())
+        return tuple([_argument(item, hand, is_kept, place) for item in given])
+    if kind is int and not is_kept(place, given):
+        return _Number(hand.slot(given), ())
     if kind is Scalar:
-        if type(given.value) is int and not is_kept(given.value):
-            return _Number(slot(given.value), (given.dtype, given.wrapped))
+        if type(given.value) is int and not is_kept(place, given.value):
+            return _Number(hand.slot(given.value), (given.dtype, given.wrapped))
         return ("scalar", repr(given.value), given.dtype, given.wrapped)
     return (kind.__name__, repr(given))
 
@@ -262,40 +324,64 @@ def _view(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     offset: int | Lifted,
-    slot: Callable[[int], Leaf],
+    hand: _Reader | _Writer,
     about: tuple[Any, ...],
     *,
     is_zero: bool = False,
     is_read: bool = False,
 ) -> _View:
+    place = None if type(offset) is Lifted else offset
+    shape, sizes, access, steps, more, places = hand.geometry(base.shape, sizes, strides, place, is_zero, is_read)
+    if place is None:
+        more = (offset,)
+    return _View(shape, sizes, access, steps, (*about, base.dtype, *more), places)
+
+
+def _geometry(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int | None,
+    is_zero: bool,
+    is_read: bool,
+    *,
+    slot: Callable[[int], Leaf],
+) -> _View:
+    """The view of an array of this shape, `offset` None where that is a run-time number."""
     whole = _dims(sizes, slot)
     if is_zero:  # zeros of any shape
-        return _View(whole, whole, None, None, (*about, base.dtype))
-    shape = _dims(base.shape, slot)
-    if type(offset) is Lifted:
-        return _View(shape, whole, None, tuple(map(slot, strides)), (*about, base.dtype, offset))
-    assert isinstance(offset, int)
-    if sizes == base.shape and offset == 0 and _is_dense(sizes, strides):
-        return _View(shape, whole, None, None, (*about, base.dtype))
-    if 0 in sizes or 0 in base.shape:
+        return _View(whole, whole, None, None, ())
+    dims = _dims(shape, slot)
+    if offset is None:
+        return _View(dims, whole, None, tuple(map(slot, strides)), ())
+    if sizes == shape and offset == 0 and _is_dense(sizes, strides):
+        return _View(dims, whole, None, None, ())
+    if 0 in sizes or 0 in shape:
         raise Refused("an empty view")
-    found = find_access(base.shape, sizes, strides, offset)
+    found = find_access(shape, sizes, strides, offset)
     if found is None or (is_read and any(len(dim) > 1 for dim in found.dims)):  # a size that is a product is refused
         order = _order_of_run(sizes, strides)
         if order is None and found is None:
             if not is_read:
                 raise Refused("a write to what is no box of its array")
-            steps = (0 if size == 1 else slot(step) for size, step in zip(sizes, strides, strict=True))
-            return _View(shape, whole, None, None, (*about, base.dtype, False), (slot(offset), *steps))
+            moves = (0 if size == 1 else slot(step) for size, step in zip(sizes, strides, strict=True))
+            return _View(dims, whole, None, None, (False,), (slot(offset), *moves))
     else:
         order = None
     if order is not None:
-        run = (slot(math.prod(base.shape)),), ((slot(offset), slot(math.prod(sizes)), 1),), ((0,),), order
-        return _View(shape, whole, run, None, (*about, base.dtype, False))
+        run = (slot(math.prod(shape)),), ((slot(offset), slot(math.prod(sizes)), 1),), ((0,),), order
+        return _View(dims, whole, run, None, (False,))
     assert found is not None
     ranges = tuple((slot(r.start), slot(r.taken), r.step) for r in found.ranges)
     access = tuple(map(slot, found.factors)), ranges, found.dims, ()
-    return _View(shape, whole, access, None, (*about, base.dtype, found.is_whole))
+    return _View(dims, whole, access, None, (found.is_whole,))
+
+
+@functools.lru_cache(maxsize=8192)
+def _known_geometry(*of: Any) -> tuple[_View, tuple[int, ...]]:
+    """The same without what its slots are, and these."""
+    slots: list[int] = []
+    return _geometry(*of, slot=slots.append), tuple(slots)
 
 
 def _dims(sizes: tuple[int, ...], slot: Callable[[int], Leaf]) -> tuple[Leaf, ...]:
@@ -413,6 +499,47 @@ class PaddedProgram:
     inputs: Mapping[int, tuple[int, ...]]
     outputs: Mapping[int, tuple[int, ...]]
     samples: tuple[Program, ...]
+    form: PaddedForm
+
+
+class PaddedForm:
+    """What padded programs of the same capacities have in common: `program` with the run-time ints `numbers`, the
+    inputs that are longer, and the outputs, these with what makes them: an op and which of its results, or -1 and an
+    input. `executables` is for what runs it, by device, while something holds that.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        numbers: tuple[Size, ...],
+        inputs: tuple[int, ...],
+        outputs: tuple[tuple[int, int, int], ...],
+    ) -> None:
+        self.program = program
+        self.executables: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._numbers = numbers
+        self._inputs = inputs
+        self._outputs = outputs
+        self._conditions: list[tuple[Op, tuple[str, ...]]] | None = None
+
+    def of(self, program: Program, values: Mapping[str, int], samples: tuple[Program, ...]) -> PaddedProgram:
+        """A program in this form, given what the variables are."""
+        outputs = {
+            k: (program.inputs[place].shape if op < 0 else results_of(program.ops[op])[place].base.shape)
+            for k, op, place in self._outputs
+        }
+        inputs = {i: program.inputs[i].shape for i in self._inputs}
+        return PaddedProgram(
+            self.program, tuple([n.value(values) for n in self._numbers]), inputs, outputs, samples, self
+        )
+
+    def check(self, padded: PaddedProgram, find: FindConditions) -> None:
+        """Raises Refused where what the ops were traced for is not so, or what `find` raises."""
+        if self._conditions is None:
+            self._conditions = [(op, conditions) for op, conditions in find(self.program) if conditions]
+        for op, conditions in self._conditions:
+            _check_sure(op, conditions, padded)
+            _check_unequal(op, conditions, padded.numbers, self.program.ints - len(self._numbers))
 
 
 class Template:
@@ -421,8 +548,8 @@ class Template:
     def __init__(self, shared: Outline, is_special: IsStructural, samples: Mapping[tuple[int, ...], Program]) -> None:
         self._shared = shared
         self._is_special = is_special
-        self._samples = tuple(samples.values())
-        if len({_shapes(program) for program in self._samples}) < 2:
+        self.samples = tuple(samples.values())
+        if len({_shapes(program) for program in self.samples}) < 2:
             raise Refused("numbers change, and no size")
         fit = _Fit(len(samples))
         inputs = sum(map(len, shared.inputs))
@@ -434,51 +561,74 @@ class Template:
         if all(_is_bucket(value) for values in fit.variables.values() for value in values):
             raise Refused("sizes that are buckets already")
         self._homes = {name: self._slots.index(Size(((1, ((name, 0),)),))) for name in fit.variables}
-        self._sizes = {slot for slot in self._slots if isinstance(slot, Size)}
-        # What was a size that arrays do not have: a place, which needs no capacity.
-        self._places = {name for name, values in fit.variables.items() if min(values) < _LEAST_SIZE}
-        self._behind = {name: self._longest(name) for name in fit.variables if name not in self._places}
-        self._least_capacity = self._shortest()
-        self._limits: dict[str, tuple[int, int]] | None = None
-        self._programs: dict[tuple[Bound, ...], _Made] = {}
+        places: dict[Leaf, list[int]] = {}
+        for place, leaf in enumerate(self._slots):
+            places.setdefault(leaf if isinstance(leaf, Size) else None, []).append(place)
+        self._constants = _at(places.pop(None, []))
+        self._expected = self._constants(self._slots)
+        self._sizes = {size: _at(where) for size, where in places.items()}
+        self._behind = {name: self._longest(name) for name in fit.variables}
+        elements = self._most_elements()
+        self._shortest = {name: self._capacity_of(name, values, elements) for name, values in fit.variables.items()}
+        self._sized: Outline | None = None  # with expressions for slots
+        self._limits: dict[str, tuple[int, int]] = {}
+        self._bounded: tuple[str, ...] | None = None  # the variables that capacities follow from; the others are places
+        self._programs: dict[tuple[Bound, ...], PaddedForm] = {}
 
-    def pad(self, program: Program, slots: Sequence[int], most_variables: int = MOST_VARIABLES) -> PaddedProgram:
-        """The program in this form; Refused where a slot is not what it is in this form, or more sizes change."""
+    def pad(
+        self, program: Program, slots: Sequence[int], find: FindConditions, most_variables: int = MOST_VARIABLES
+    ) -> PaddedProgram:
+        """The program in this form; Refused where a slot is not what it is in this form, or more sizes change, or a
+        condition that the form has is not met, and what is raised while these are found."""
         if len(self._homes) > most_variables:
             raise Refused("more sizes change than are padded")
         values = {name: slots[place] for name, place in self._homes.items()}
-        found = {size: size.value(values) for size in self._sizes}
-        for slot, value in zip(self._slots, slots, strict=True):
-            if (found[slot] if isinstance(slot, Size) else slot) != value:
-                raise Refused(f"{value} does not follow from the sizes {', '.join(map(str, values.values()))}")
-        if self._limits is None:
-            self._limits = _limits_of(self._outline(program))
-        bounds = {name: self._bound(name, values[name]) for name in self._behind}
-        key = tuple(bounds.values())
-        if key not in self._programs:  # another thread may make it, too: the first one counts
-            self._programs.setdefault(key, _Maker(program, self._outline(program), bounds).make())
-        made = self._programs[key]
-        inputs = {i: program.inputs[i].shape for i in made.inputs}
-        shapes = {~i: base.shape for i, base in enumerate(program.inputs)}
-        shapes.update((m.value, m.base.shape) for op in program.ops for m in results_of(op))
-        outputs = {k: shapes[program.outputs[k]] for k in made.outputs}
-        numbers = tuple(size.value(values) for size in made.numbers)
-        return PaddedProgram(made.program, numbers, inputs, outputs, self._samples)
+        if self._constants(slots) != self._expected or any(
+            {*places(slots)} != {size.value(values)} for size, places in self._sizes.items()
+        ):
+            sizes = ", ".join(map(str, values.values()))
+            raise Refused(f"{self._misfit(slots, values)} does not follow from the sizes {sizes}")
+        form = self._form(program, values)
+        padded = form.of(program, values, self.samples)
+        form.check(padded, find)
+        return padded
 
-    def _outline(self, program: Program) -> Outline:
-        slots = iter(self._slots)
-        return outline(program, lambda _: next(slots), self._is_special)
+    def _misfit(self, slots: Sequence[int], values: Mapping[str, int]) -> int:
+        """The first slot that is not what it is in this form."""
+        of = (leaf.value(values) if isinstance(leaf, Size) else leaf for leaf in self._slots)
+        return next(slot for slot, expected in zip(slots, of, strict=True) if slot != expected)
 
-    def _shortest(self) -> int:
-        """How long a dimension is at least, in memory."""
+    def _form(self, program: Program, values: Mapping[str, int]) -> PaddedForm:
+        """The form for these values of the variables; another thread may make it, too."""
+        if self._sized is None:
+            sized = outline(program, _Writer(self._slots), self._is_special)
+            self._limits, self._sized = _limits_of(sized.calls), sized
+        if self._bounded is not None:
+            known = self._programs.get(tuple([self._bound(name, values[name]) for name in self._bounded]))
+            if known is not None:
+                return known
+        maker = _Maker(program, self._sized, lambda name: self._bound(name, values[name]))
+        made = maker.make()
+        self._bounded = tuple(maker.bounds)
+        return self._programs.setdefault(tuple(maker.bounds.values()), made)
+
+    def _most_elements(self) -> int:
+        """How many the largest array has, at least, where no dimension that changes is short."""
         most = 0
-        for bases in zip(*(bases_of(program).values() for program in self._samples), strict=True):
+        for bases in zip(*(bases_of(program).values() for program in self.samples), strict=True):
             dims = zip(*(base.shape for base in bases), strict=True)
             most = max(
                 most,
                 math.prod(max(sizes) if len({*sizes}) == 1 else max(map(padded_capacity, sizes)) for sizes in dims),
             )
-        return next(least for least, elements in _LEAST_CAPACITIES if most >= elements)
+        return most
+
+    def _capacity_of(self, name: str, values: Sequence[int], elements: int) -> int:
+        """How long a dimension of a variable's size is in memory, at least. What is longer now than ever before may go
+        on growing."""
+        is_short = max(values) + self._behind[name] <= _SHORT_CAPACITY and values[0] < max(values)
+        is_many = elements >= (_FEW_ELEMENTS if is_short else _MANY_ELEMENTS)
+        return _SHORT_CAPACITY if is_many else _LEAST_CAPACITY
 
     def _longest(self, name: str) -> int:
         """By how many elements a size is longer than the variable, where they share their capacity."""
@@ -489,11 +639,11 @@ class Template:
         behind = self._behind[name]
         if value < _LEAST_SIZE:
             raise Refused(f"a size of {value}")
-        capacity = padded_capacity(value + behind, self._least_capacity)
-        least, most = (self._limits or {}).get(name, (0, _MOST_SIZE))
+        capacity = padded_capacity(value + behind, self._shortest[name])
+        least, most = self._limits.get(name, (0, _MOST_SIZE))
         most = min(capacity - behind, most)
         bound = Bound(
-            max(_LEAST_SIZE, _least_in(capacity, self._least_capacity) - behind, least),
+            max(_LEAST_SIZE, _least_in(capacity, self._shortest[name]) - behind, least),
             most,
             min(capacity, most + behind),
         )
@@ -600,15 +750,15 @@ class Layouts:
     def pad(
         self,
         program: Program,
-        others: Sequence[Program],
-        check: Callable[[PaddedProgram], None],
+        others: Iterable[Program],
+        find: FindConditions,
         most_variables: int = MOST_VARIABLES,
     ) -> PaddedProgram:
-        """The padded form of a program, as programs of the same ops had it, or as these, and those of the same ops that
-        were noted, have it; raises what `check`, which is asked of each form, raises of the last, or Refused."""
+        """The padded form of a program, as programs of the same ops had it, or as these, which are asked for when they
+        are needed, and those of the same ops that were noted, have it; raises what `find` raises for the last that was
+        tried, or Refused."""
         with self._lock:
             sample = self._asked = self._sample(program)
-            given, recent = list(map(self._sample, others)), list(reversed(self._recent))
         shared, slots = sample.slots(self._outlines)
         with self._lock:
             known = list(self._templates.get(shared, ()))
@@ -618,18 +768,18 @@ class Layouts:
                 raise Refused(reason)
         error: Exception = Refused("no other sizes of it are known")
         makers: list[Callable[[], Template]] = [functools.partial(_same, template) for template in known]
-        for make in itertools.chain(makers, self._makers(program, shared, slots, [*given, *recent])):
+        others = itertools.chain(others, (program for template in known for program in template.samples))
+        for make in itertools.chain(makers, self._makers(program, shared, slots, others)):
             try:
                 template = make()
-                padded = template.pad(program, slots, most_variables)
-                check(padded)
+                padded = template.pad(program, slots, find, most_variables)
             except Exception as raised:  # noqa: BLE001 -- another form may do
                 error = raised
                 continue
             self._keep(shared, template)
             return padded
         with self._lock:
-            self._refused[shared] = count + 1, str(error)
+            self._refused[shared] = count + (_FEWEST_REFUSED // 2 if isinstance(error, Unplaced) else 1), str(error)
             if len(self._refused) > _MOST_OUTLINES:
                 del self._refused[next(iter(self._refused))]
         raise error
@@ -643,24 +793,24 @@ class Layouts:
             while len(self._templates) > _MOST_OUTLINES:
                 del self._templates[next(iter(self._templates))]
 
-    def pad_as(
-        self, program: Program, samples: Sequence[Program], check: Callable[[PaddedProgram], None]
-    ) -> PaddedProgram:
-        """The padded form of a program that another process made of these samples; raises Refused, or what `check`
+    def pad_as(self, program: Program, samples: Iterable[Program], find: FindConditions) -> PaddedProgram:
+        """The padded form of a program that another process made of these samples; raises Refused, or what `find`
         raises."""
         shared, slots = slots_of(program, self._is_special)
-        known = self._samples(shared, {}, [_Sample(sample, self._is_special) for sample in samples])
-        padded = Template(shared, self._is_special, known).pad(program, slots)
-        check(padded)
-        return padded
+        known = self._samples(shared, {}, [_Sample(sample, self._is_special) for sample in samples], _MOST_SAMPLES)
+        return Template(shared, self._is_special, known).pad(program, slots, find)
 
     def _makers(
-        self, program: Program, shared: Outline, slots: list[int], others: Sequence[_Sample]
+        self, program: Program, shared: Outline, slots: list[int], others: Iterable[Program]
     ) -> Iterator[Callable[[], Template]]:
-        """What makes new templates: of all programs that are known, and of the latest few, in which less changes."""
-        samples = self._samples(shared, {tuple(slots): program}, others)
-        for count in dict.fromkeys((len(samples), min(len(samples), _FEWEST_SAMPLES), min(len(samples), 2))):
-            yield functools.partial(Template, shared, self._is_special, dict(itertools.islice(samples.items(), count)))
+        """What makes new templates: of programs in which much changes, and of the latest few, in which less does."""
+        with self._lock:
+            found = [*map(self._sample, others), *reversed(self._recent)]
+        samples = self._samples(shared, {tuple(slots): program}, found, _MOST_COMPARED)
+        differing = _differing(list(samples), _MOST_SAMPLES)
+        latest = [list(itertools.islice(samples, count)) for count in (_FEWEST_SAMPLES, 2)]
+        for chosen in dict.fromkeys(map(tuple, (differing, *latest))):
+            yield functools.partial(Template, shared, self._is_special, {key: samples[key] for key in chosen})
 
     def _sample(self, program: Program) -> _Sample:
         """A program with what was found out of it. Under the lock."""
@@ -668,12 +818,12 @@ class Layouts:
         return next(known, None) or _Sample(program, self._is_special)
 
     def _samples(
-        self, shared: Outline, first: Mapping[tuple[int, ...], Program], others: Iterable[_Sample]
+        self, shared: Outline, first: Mapping[tuple[int, ...], Program], others: Iterable[_Sample], most: int
     ) -> dict[tuple[int, ...], Program]:
-        """The first ones, and others of this outline with other slots, each with its slots."""
+        """The first ones, and others of this outline with other slots, each with its slots: so many at most."""
         samples, names = dict(first), [call.name for call in shared.calls]
         for other in others:
-            if len(samples) < _MOST_SAMPLES and [op.name for op in other.program.ops] == names:
+            if len(samples) < most and [op.name for op in other.program.ops] == names:
                 with contextlib.suppress(Refused):
                     outlined, found = other.slots(self._outlines)
                     if outlined == shared:
@@ -683,6 +833,28 @@ class Layouts:
 
 def _same(template: Template) -> Template:
     return template
+
+
+def _at(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What makes a tuple of a sequence's items at these places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda items: tuple([items[place] for place in places])
+
+
+def _differing(samples: Sequence[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
+    """The first of these columns of slots, and those with the most values that no slot before had: a size that stayed
+    through the latest samples would be taken for a constant."""
+    chosen, left = [samples[0]], list(samples[1:])
+    changing = [i for i, column in enumerate(zip(*samples, strict=True)) if column.count(column[0]) < len(column)]
+    known = {i: {samples[0][i]} for i in changing}
+    while left and len(chosen) < most:
+        best = max(left, key=lambda slots: sum(slots[i] not in known[i] for i in changing))
+        left.remove(best)
+        chosen.append(best)
+        for i in changing:
+            known[i].add(best[i])
+    return chosen
 
 
 def _shapes(program: Program) -> tuple[tuple[int, ...], ...]:
@@ -697,7 +869,7 @@ def shape_agnostic_signature(program: Program) -> str:
     return hashlib.sha256(repr(ops).encode()).hexdigest()
 
 
-def check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], first: int) -> None:
+def _check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], first: int) -> None:
     """Refuses an op that was traced for sizes of which none of these expressions, as jax writes them, is 0, where one
     is; `numbers` are the run-time ints from the `first` on."""
     counts = () if op.padding is None else op.padding.counts
@@ -712,7 +884,7 @@ def is_zero(expression: str) -> str:
     return f"{_ZERO}{expression})**2, 0)"
 
 
-def check_sure(op: Op, expressions: Sequence[str], padded: PaddedProgram) -> None:
+def _check_sure(op: Op, expressions: Sequence[str], padded: PaddedProgram) -> None:
     """Refuses an op for which sizes of few programs were taken for equal: these may be so by chance."""
     taken = [expression for expression in expressions if expression.startswith(_ZERO)]
     if taken and len(padded.samples) < _FEWEST_EQUAL:
@@ -765,31 +937,33 @@ def _value(node: ast.expr, values: Mapping[str, int]) -> int:
     raise Refused(f"the size {ast.unparse(node)}")
 
 
-class _Made(NamedTuple):
-    program: Program
-    numbers: tuple[Size, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
 class _Maker:
     """Makes the program of longer arrays; the outline has the expressions of the slots."""
 
-    def __init__(self, program: Program, shared: Outline, bounds: Mapping[str, Bound]) -> None:
-        self._program, self._shared, self._bounds = program, shared, bounds
+    def __init__(self, program: Program, shared: Outline, find: Callable[[str], Bound]) -> None:
+        self._program, self._shared, self._find = program, shared, find
+        self.bounds: dict[str, Bound] = {}  # of the variables that have needed some
         self._numbers: dict[Size, Lifted] = {}
 
-    def make(self) -> _Made:
+    def make(self) -> PaddedForm:
         program = self._program
         ops = tuple(itertools.starmap(self._op, zip(program.ops, self._shared.calls, strict=True)))
         inputs = tuple(self.base(base, dims) for base, dims in zip(program.inputs, self._shared.inputs, strict=True))
         made = replace(program, ops=ops, inputs=inputs, ints=program.ints + len(self._numbers))
-        shapes = {~i: dims for i, dims in enumerate(self._shared.inputs)}
-        for op, call in zip(program.ops, self._shared.calls, strict=True):
-            shapes.update((m.value, view.shape) for m, view in zip(results_of(op), call.made, strict=True))
-        longer = [i for i, dims in enumerate(self._shared.inputs) if _has_size(dims)]
-        outputs = [k for k, value in enumerate(program.outputs) if _has_size(shapes[value])]
-        return _Made(made, tuple(self._numbers), tuple(longer), tuple(outputs))
+        shapes = {~i: (dims, -1, i) for i, dims in enumerate(self._shared.inputs)}
+        for i, (op, call) in enumerate(zip(program.ops, self._shared.calls, strict=True)):
+            both = zip(results_of(op), call.made, strict=True)
+            shapes.update((m.value, (view.shape, i, place)) for place, (m, view) in enumerate(both))
+        longer = tuple(i for i, dims in enumerate(self._shared.inputs) if _has_size(dims))
+        found = ((k, *shapes[value]) for k, value in enumerate(program.outputs))
+        outputs = tuple((k, op, place) for k, dims, op, place in found if _has_size(dims))
+        return PaddedForm(made, tuple(self._numbers), longer, outputs)
+
+    def bound(self, name: str) -> Bound:
+        """What a variable may be."""
+        if name not in self.bounds:
+            self.bounds[name] = self._find(name)
+        return self.bounds[name]
 
     def number(self, size: Size) -> Lifted:
         """The run-time int of this value."""
@@ -813,11 +987,9 @@ class _Maker:
         parts = tuple(made.part(view) if _is_longer(view) else None for view in call.made)
         results = tuple(self._result(result, views) for result in op.results)
         writes = tuple(self._write(write, views[id(write)]) for write in op.writes)
-        if not made.names.keys() <= self._bounds.keys():
-            raise Refused(f"a number that changes: an argument of {op.name}")
         if not any(made.reads) and not any(parts) and not made.names:
             return replace(op, args=args, results=results, writes=writes)
-        found = (self._bounds[name] for name in made.names)
+        found = map(self.bound, made.names)
         bounds = tuple((bound.least, bound.most, bound.capacity) for bound in found)
         counts = tuple(self.number(Size(((1, ((name, 0),)),))) for name in made.names)
         padding = Padding(counts, bounds, tuple(made.reads), parts)
@@ -835,21 +1007,25 @@ class _Maker:
 
     def _write(self, write: Write, view: _View) -> Write:
         if not _is_longer(view):
-            return replace(write, offset=self.offset(view)) if _has_size(view) else write
+            return replace(write, **self.place(write, view)) if _has_size(view) else write
         if write.replaces and not view.about[-1] and view.access is not None:
             raise Refused("a write that leaves out elements")
-        if write.dtype != write.base.dtype or view.strides is not None:
-            raise Refused("a write at a place that changes, or of other elements")
+        if view.strides is not None:
+            raise Unplaced("a view at a place that changes")
+        if write.dtype != write.base.dtype:
+            raise Refused("a write of other elements")
         base = self.base(write.base, view.shape)
         return replace(write, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base, replaces=True)
 
-    def offset(self, view: _View) -> Lifted:
-        """Where a view begins in an array that is not longer, at run time."""
-        assert view.access is not None
-        factors, ranges, *_ = view.access
-        terms, constant, weight = [], 0, math.prod(factors)
-        for factor, (start, _, _) in zip(factors, ranges, strict=True):
-            weight //= factor
+    def place(self, made: Operand | Write, view: _View) -> dict[str, Any]:
+        """The array and the offset of a tensor that is not longer."""
+        factors, ranges, *_ = view.access or ((), ())
+        base = self.base(made.base, view.shape)
+        if not any(isinstance(start, Size) for start, _, _ in ranges):
+            return {"base": base, "offset": made.offset}
+        terms, constant = [], 0
+        for i, (start, _, _) in enumerate(ranges):
+            weight = math.prod(factors[i + 1 :])
             if not isinstance(start, Size):
                 constant += weight * start
             elif start.divisor == 1:
@@ -857,7 +1033,7 @@ class _Maker:
                 constant += weight * (start.constant + start.after)
             else:
                 raise Refused("a view at a place that is a quotient")
-        return self.number(Size(tuple(terms), constant))
+        return {"base": base, "offset": self.number(Size(tuple(terms), constant))}
 
     def base(self, base: Base, dims: Sequence[Leaf]) -> Base:
         """The array as long as it is in memory."""
@@ -865,7 +1041,7 @@ class _Maker:
 
     def shape(self, dims: Sequence[Leaf]) -> tuple[int, ...]:
         """How long dimensions are in memory."""
-        return tuple(dim.capacity(self._bounds) if isinstance(dim, Size) else dim for dim in dims)
+        return tuple(dim.capacity(self.bound) if isinstance(dim, Size) else dim for dim in dims)
 
 
 class _PaddedOp:
@@ -920,12 +1096,9 @@ class _PaddedOp:
             return given
         if not _is_longer(view):
             self.reads.append(None)
-            return replace(given, offset=self._maker.offset(view))
+            return replace(given, **self._maker.place(given, view))
         if view.strides is not None:
-            if _has_size((view.sizes, view.strides, view.shape[1:])):
-                raise Refused("a view at a place that changes")
-            self.reads.append(None)  # where it lies does not depend on how many rows follow
-            return replace(given, base=self._maker.base(given.base, view.shape))
+            raise Unplaced("a view at a place that changes")
         if given.dtype.itemsize != given.base.dtype.itemsize:
             raise Refused("a view of other elements")
         self.reads.append(self.part(view))
@@ -934,11 +1107,11 @@ class _PaddedOp:
 
 
 def _is_longer(view: _View) -> bool:
-    """Whether a tensor, or the array that it lies in, is longer in memory; else it may begin at another place."""
-    if _has_size(view.shape) or _has_size(view.sizes) or view.strides is not None or view.places is not None:
-        return _has_size(view)
+    """Whether a tensor is longer in memory, or lies otherwise in its array because that is; else only where it begins
+    may change: that does not depend on how many rows follow."""
     factors, ranges, *_ = view.access or ((), ())
-    return _has_size(factors) or any(_has_size(taken) for _, taken, _ in ranges)
+    taken = tuple(taken for _, taken, _ in ranges)
+    return _has_size((view.sizes, view.shape[1:], view.strides, view.places, factors[1:], taken))
 
 
 def _has_size(value: Any) -> bool:
