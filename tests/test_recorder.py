@@ -160,6 +160,14 @@ def test_zero_and_minus_zero_are_two_numbers(engine: ReferenceEngine) -> None:
         assert (x * float("nan")).isnan().item()
 
 
+def test_complex_numbers_are_told_apart_by_their_bits(engine: ReferenceEngine) -> None:
+    x = torch.zeros(2, dtype=torch.complex64, device="tpu")
+    for number in (0j, complex(0, -0.0), complex("nan"), complex("inf"), complex("nan+nanj")) * 2:
+        assert repr(x.fill_(number).tolist()) == repr([number] * 2)
+        found, expected = (torch._foreach_mul([on(device, 0.5)], [number])[0] for device in ("tpu", "cpu"))
+        assert repr(found.tolist()) == repr(expected.tolist())
+
+
 def test_forgotten_streams_free_their_plans(engine: ReferenceEngine) -> None:
     (on("tpu", 1.0) + 1).item()
     assert len(engine.executables) == 1

@@ -8,25 +8,24 @@ namespace torchtpu {
 
 namespace {
 
-// A number read from an IValue or a 0-dim CPU tensor; false for what is neither int, float nor bool.
+NumberKey complex_key(c10::complex<double> value) {
+  return {NumberKey::kComplex, false, std::bit_cast<int64_t>(value.real()), std::bit_cast<int64_t>(value.imag())};
+}
+
+// A number read from an IValue or a 0-dim CPU tensor; false for what is none.
 bool read_number(const IValue& v, NumberKey& key) {
   if (v.isInt()) {
-    key.kind = NumberKey::kInt;
-    key.bits = v.toInt();
+    key = {NumberKey::kInt, false, v.toInt()};
   } else if (v.isDouble()) {
-    key.kind = NumberKey::kDouble;
-    key.bits = std::bit_cast<int64_t>(v.toDouble());
+    key = {NumberKey::kDouble, false, std::bit_cast<int64_t>(v.toDouble())};
   } else if (v.isBool()) {
-    key.kind = NumberKey::kBool;
-    key.bits = v.toBool();
+    key = {NumberKey::kBool, false, v.toBool()};
+  } else if (v.isComplexDouble()) {
+    key = complex_key(v.toComplexDouble());
   } else {
     return false;
   }
   return true;
-}
-
-NumberKey complex_key(c10::complex<double> value) {
-  return {NumberKey::kComplex, false, std::bit_cast<int64_t>(value.real()), std::bit_cast<int64_t>(value.imag())};
 }
 
 bool read_cpu_scalar(const at::Tensor& t, NumberKey& key) {
@@ -218,7 +217,7 @@ bool make_list_key(Recorder& r, const IValue& v, ArgKey& key) {
   bool numbers = list.size() > 0, tensors = true;
   for (size_t i = 0; i < list.size(); i++) {
     IValue e = list.get(i);
-    numbers &= e.isDouble() || e.isInt() || e.isBool();
+    numbers &= e.isDouble() || e.isInt() || e.isBool() || e.isComplexDouble();
     tensors &= e.isNone() || (e.isTensor() && (!e.toTensor().defined() || is_tpu(e.toTensor())));
   }
   if (numbers) {
