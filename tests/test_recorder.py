@@ -291,6 +291,10 @@ def test_tensors_of_two_devices_do_not_mix(engine: ReferenceEngine) -> None:
     for call in (lambda: x + y, lambda: y + x, lambda: x.add_(y), lambda: torch.cat([x, y])):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             call()
+    for call in (lambda: x.set_(y), lambda: y.set_(x), lambda: y.set_(x.untyped_storage())):
+        with pytest.raises(RuntimeError, match="to a storage on different device"):
+            call()
+    assert y.device.type == "cpu" and y.tolist() == [1, 1]
     assert (x + torch.tensor(1.0)).tolist() == [2, 2]
 
 

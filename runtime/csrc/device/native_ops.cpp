@@ -212,8 +212,7 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
 
 Tensor& set_storage_offset(Tensor& self, c10::Storage source, int64_t offset, at::IntArrayRef size,
                            at::IntArrayRef stride) {
-  TORCH_CHECK(source.device().type() == c10::DeviceType::PrivateUse1,
-              "Attempted to set the storage of a tensor on device \"", self.device(),
+  TORCH_CHECK(self.device() == source.device(), "Attempted to set the storage of a tensor on device \"", self.device(),
               "\" to a storage on different device \"", source.device(),
               "\".  This is no longer allowed; the devices must match.");
   TORCH_CHECK(offset >= 0, "Tensor: invalid storage offset ", offset);
