@@ -102,6 +102,19 @@ def test_other_results_are_laid_out_as_on_the_cpu(op: str) -> None:
     assert made("tpu").stride() == made("cpu").stride()
 
 
+@pytest.mark.parametrize("op", [torch.add, torch.eq, torch.maximum])
+def test_outputs_that_are_resized_are_laid_out_as_on_the_cpu(op: Any) -> None:
+    def results(device: str) -> Iterator[tuple[Any, ...]]:
+        x = torch.arange(24.0).view(2, 3, 4).to(device)
+        for order, length in itertools.product(itertools.permutations(range(3)), (3, 9, 60)):
+            one = x.permute(order)
+            out = torch.empty(length, dtype=op(one, one).dtype, device=device)[2:2]
+            op(one, one[:1] + 1, out=out)
+            yield order, out.stride(), out.storage_offset(), out.tolist(), out.untyped_storage().nbytes()
+
+    assert list(results("tpu")) == list(results("cpu"))
+
+
 def test_a_tensor_without_elements_is_not_written_with_itself_even_where_it_was_with_an_alias() -> None:
     def put(device: str, name: str) -> str:
         x = torch.ones(2, 0, device=device)

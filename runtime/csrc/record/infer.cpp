@@ -359,8 +359,9 @@ at::Tensor laid_out_by_iterator(const OpInfo& info, const Stack& args, at::Scala
   config.add_owned_output(at::Tensor()).declare_static_dtype_and_device(dtype, at::kMeta);
   bool makes_tensors = info.name.find("calar") != std::string::npos;  // overloads that wrap their numbers
   bool has_input = false;
-  for (const IValue& v : args) {
-    bool is_tensor = v.isTensor() && v.toTensor().defined();
+  for (size_t i = 0; i < args.size(); i++) {
+    const IValue& v = args[i];
+    bool is_tensor = v.isTensor() && v.toTensor().defined() && !info.args[i].is_out;
     if (is_tensor) config.add_owned_const_input(v.toTensor());
     if (v.isScalar() && makes_tensors) config.add_owned_const_input(at::empty({}, at::device(at::kMeta)));
     has_input |= is_tensor;
@@ -368,8 +369,24 @@ at::Tensor laid_out_by_iterator(const OpInfo& info, const Stack& args, at::Scala
   return has_input ? config.build().output() : at::Tensor();
 }
 
+// An out= argument of another shape gets the strides of a new result; torch's Python code makes it contiguous.
+void run_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Stack* stack) {
+  Stack args = *stack;
+  std::vector<std::pair<at::Tensor, at::DimVector>> outputs;
+  for (size_t i = 0; i < info.args.size() && op.hasTag(at::Tag::pointwise); i++) {
+    if (!info.args[i].is_out || !args[i].isTensor()) continue;
+    outputs.emplace_back(args[i].toTensor(), args[i].toTensor().sizes());
+  }
+  op.callBoxed(stack);
+  for (const auto& [out, before] : outputs) {
+    if (out.sizes() == before) continue;
+    at::Tensor made = laid_out_by_iterator(info, args, out.scalar_type());
+    if (made.defined() && made.sizes() == out.sizes()) out.as_strided_(made.sizes(), made.strides());
+  }
+}
+
 void run_on_meta(const OpInfo& info, const c10::OperatorHandle& op, Stack* stack) {
-  if (op.schema().is_mutable()) return op.callBoxed(stack);
+  if (op.schema().is_mutable()) return run_with_outputs(info, op, stack);
   Stack args = *stack;
   op.callBoxed(stack);
   if (!op.hasTag(at::Tag::pointwise) || stack->size() != 1 || !stack->back().isTensor()) return;
