@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,17 @@ def test_bfloat16_is_rounded_after_each_op_as_in_eager_pytorch() -> None:
 
     numbers = [torch.randn(2000, generator=torch.manual_seed(i)).bfloat16() for i in range(3)]
     assert torch.equal(chain(*(x.to("tpu") for x in numbers)).cpu(), chain(*numbers))
+
+
+@pytest.mark.parametrize("op", [torch.add, torch.div, torch.atan2, torch.hypot])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_output_of_more_digits_leaves_the_op_as_precise_as_it_is(op: Any, dtype: torch.dtype) -> None:
+    x, y = torch.tensor([1.0, 33000, 3]), torch.tensor([2**-11, 33000, 7])
+    x, y = x.to("tpu", dtype), y.to("tpu", dtype)
+    for wide in (torch.float32, torch.float64):
+        out = torch.empty(3, dtype=wide, device="tpu")
+        assert op(x, y, out=out).tolist() == op(x, y).tolist()
+    assert torch.exp(y, out=out).tolist() == torch.exp(y).tolist()
 
 
 def test_excess_precision_is_an_option_of_the_compiler() -> None:

@@ -170,14 +170,29 @@ def pointwise(*names: str, promote: str = "default", **facts: Any) -> Register:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def promoted(*args: Any, **kwargs: Any) -> Any:
-            values = [*args, *(v for k, v in kwargs.items() if k != "ctx")]
-            compute = _compute_dtype(values, kind)
+            compute = _compute_dtype(_values(args, kwargs), kind)
             cast = lambda v: v if v is None or isinstance(v, (str, bool)) else as_dtype(v, compute)
             return function(*map(cast, args), **{k: v if k == "ctx" else cast(v) for k, v in kwargs.items()})
 
-        return lowering(*names, lifts=True, **facts)(promoted)
+        @functools.wraps(promoted)
+        def rounded(*args: Any, **kwargs: Any) -> Any:
+            """As the op, which is of its result's dtype, wherever an out= argument takes more digits."""
+            made = promoted(*args, **kwargs)
+            values = _values(args, kwargs)
+            result, compute = _promoted_dtype(values, kind), _compute_dtype(values, kind)
+            if result == compute:
+                return made
+            narrow = lambda v: as_dtype(v, result) if v.dtype == jax_dtype(compute) else v
+            return tuple(map(narrow, made)) if isinstance(made, (list, tuple)) else narrow(made)
+
+        lowering(*names, lifts=True, **facts)(rounded)
+        return promoted
 
     return register
+
+
+def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return [*args, *(v for k, v in kwargs.items() if k != "ctx")]
 
 
 def like(
@@ -244,12 +259,18 @@ def opmath(x: Any) -> Any:
 def _compute_dtype(values: list[Any], kind: Promotion) -> torch.dtype:
     """What PyTorch computes an op on elements in. `torch._prims_common.elementwise_dtypes` says the same, and imports
     sympy to say it."""
+    result = _promoted_dtype(values, kind)
+    return result if kind is Promotion.NO_OPMATH else get_computation_dtype(result)
+
+
+def _promoted_dtype(values: list[Any], kind: Promotion) -> torch.dtype:
+    """The dtype of what such an op makes, but for comparisons and absolute values of complex numbers."""
     result = _result_dtype([v for v in values if v is not None and not isinstance(v, (str, bool))])
     if kind is Promotion.INT_TO_FLOAT and not (result.is_floating_point or result.is_complex):
         result = default_dtype()
     if kind is Promotion.BOOL_TO_LONG and result is torch.bool:
         return torch.long
-    return result if kind is Promotion.NO_OPMATH else get_computation_dtype(result)
+    return result
 
 
 def _result_dtype(values: list[Any]) -> torch.dtype:
