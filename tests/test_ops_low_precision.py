@@ -36,6 +36,15 @@ def test_an_output_of_more_digits_leaves_the_op_as_precise_as_it_is(op: Any, dty
     assert torch.exp(y, out=out).tolist() == torch.exp(y).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_remainders_and_powers_of_a_number_take_it_in_the_tensors_dtype(dtype: torch.dtype) -> None:
+    """For 5.375 modulo 0.3 that is all of the second digit."""
+    x = torch.tensor([5.375, -2.5, 0.75, 9, -0.1], dtype=dtype)
+    for number in (0.3, 0.1, -0.7):
+        for op in (torch.fmod, torch.remainder, lambda x, n: torch.remainder(n, x), lambda x, n: torch.pow(abs(n), x)):
+            assert op(x.tpu(), number).tolist() == op(x, number).tolist()
+
+
 def test_excess_precision_is_an_option_of_the_compiler() -> None:
     assert Client("cpu", excess_precision=True).options(0) != Client("cpu").options(0)
 

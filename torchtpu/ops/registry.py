@@ -159,19 +159,21 @@ def composed(*names: str) -> Register:
     return register
 
 
-def pointwise(*names: str, promote: str = "default", **facts: Any) -> Register:
+def pointwise(*names: str, promote: str = "default", rounds_numbers: bool = False, **facts: Any) -> Register:
     """Registers an elementwise lowering; its tensors and numbers arrive promoted as PyTorch promotes them.
 
     `promote` names a `torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND` ("default", "int_to_float", "always_bool",
-    "complex_to_float", "bool_to_long", "no_opmath").  bfloat16 and float16 arrive as float32, as PyTorch computes them.
+    "complex_to_float", "bool_to_long", "no_opmath").  bfloat16 and float16 arrive as float32, as PyTorch computes them,
+    and numbers beside them with all their digits, or rounded to their dtype.
     """
     kind = Promotion[promote.upper()]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def promoted(*args: Any, **kwargs: Any) -> Any:
-            compute = _compute_dtype(_values(args, kwargs), kind)
-            cast = lambda v: v if v is None or isinstance(v, (str, bool)) else as_dtype(v, compute)
+            values = _values(args, kwargs)
+            steps = [_promoted_dtype(values, kind)] * rounds_numbers + [_compute_dtype(values, kind)]
+            cast = lambda v: v if v is None or isinstance(v, (str, bool)) else functools.reduce(as_dtype, steps, v)
             return function(*map(cast, args), **{k: v if k == "ctx" else cast(v) for k, v in kwargs.items()})
 
         @functools.wraps(promoted)

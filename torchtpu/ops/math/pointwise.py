@@ -193,12 +193,12 @@ def floor_divide(self, other):
     return jnp.where(other == 0, self / other, nearest)
 
 
-@pointwise("fmod.Tensor", "fmod.Scalar")
+@pointwise("fmod.Tensor", "fmod.Scalar", rounds_numbers=True)
 def fmod(self, other):
     return lax.rem(*jnp.broadcast_arrays(self, other))
 
 
-@pointwise("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
+@pointwise("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor", rounds_numbers=True)
 def remainder(self, other):
     return jnp.remainder(self, other)
 
@@ -232,7 +232,7 @@ def pow_tensor(self, exponent):
     return _power(self, exponent)
 
 
-@pointwise("pow.Scalar")
+@pointwise("pow.Scalar", rounds_numbers=True)
 def pow_of_scalar(self, exponent):
     return jnp.where(self == 1, jnp.ones_like(exponent), _power(self, exponent))
 
