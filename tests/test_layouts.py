@@ -115,6 +115,20 @@ def test_outputs_that_are_resized_are_laid_out_as_on_the_cpu(op: Any) -> None:
     assert list(results("tpu")) == list(results("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("fill", "numbers"),
+    [(torch.arange, (6,)), (torch.ops.aten.range, (0, 5)), (torch.linspace, (0, 5, 6)), (torch.logspace, (0, 5, 6, 2))],
+)
+def test_counts_go_into_an_output_of_as_many_elements_as_it_lies(fill: Any, numbers: tuple[int, ...]) -> None:
+    def filled(device: str) -> tuple[Any, ...]:
+        x = torch.ones(4, 5, device=device)
+        part, empty = x[1:3, ::2].t(), torch.empty(0, device=device)
+        fill(*numbers, out=part)
+        return x.tolist(), part.tolist(), part.stride(), fill(*numbers, out=empty).shape
+
+    assert filled("tpu") == filled("cpu")
+
+
 def test_a_tensor_without_elements_is_not_written_with_itself_even_where_it_was_with_an_alias() -> None:
     def put(device: str, name: str) -> str:
         x = torch.ones(2, 0, device=device)

@@ -369,8 +369,25 @@ at::Tensor laid_out_by_iterator(const OpInfo& info, const Stack& args, at::Scala
   return has_input ? config.build().output() : at::Tensor();
 }
 
+// Ranges: what they are asked to fill keeps its shape where it has as many elements.
+bool is_range(const OpInfo& info) {
+  return std::ranges::any_of(std::initializer_list<std::string_view>{"arange.", "range.", "linspace.", "logspace."},
+                             [&](std::string_view words) { return info.name.starts_with(words); });
+}
+
+void run_range(const OpInfo& info, const c10::OperatorHandle& op, Stack* stack) {
+  size_t i = 0;
+  while (!info.args[i].is_out) i++;
+  at::Tensor out = (*stack)[i].toTensor(), made = at::empty({0}, out.options());
+  (*stack)[i] = made;
+  op.callBoxed(stack);
+  if (made.numel() != out.numel()) out.resize_(made.sizes());
+  stack->back() = out;
+}
+
 // An out= argument of another shape gets the strides of a new result; torch's Python code makes it contiguous.
 void run_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Stack* stack) {
+  if (info.may_resize && is_range(info)) return run_range(info, op, stack);
   Stack args = *stack;
   std::vector<std::pair<at::Tensor, at::DimVector>> outputs;
   for (size_t i = 0; i < info.args.size() && op.hasTag(at::Tag::pointwise); i++) {

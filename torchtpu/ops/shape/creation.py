@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from torchtpu.ops.registry import composed, jax_dtype, jnp, lax, lowering
@@ -35,11 +37,11 @@ def efficientzerotensor(size, *, dtype=None, layout=None, device=None, pin_memor
 # The length follows from the numbers, so they are compared and not lifted.
 @lowering("arange.start_out", "range.out", structural={"start": None, "end": None, "step": None})
 def arange(start, end, step=1, *, ctx):
-    (n,), dtype = ctx.results[0]
+    shape, dtype = ctx.results[0]
     # The CPU counts in double and in int64.
     count = jnp.float64 if dtype.is_floating_point else jnp.int64
     start, step = (jnp.asarray(v).astype(count) for v in (start, step))
-    return start + step * lax.iota(count, n)
+    return (start + step * lax.iota(count, math.prod(shape))).reshape(shape)
 
 
 @composed("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta")
@@ -80,7 +82,7 @@ def logspace(start, end, steps, base=10.0, *, ctx, **_):
 
 def _spaced(start, end, steps, ctx):
     """`steps` points counted from the nearer end, as PyTorch does."""
-    dtype = ctx.results[0][1]
+    shape, dtype = ctx.results[0]
     ends = [jnp.asarray(v) for v in (start, end)]
     if not (dtype.is_floating_point or dtype.is_complex):
         ends = [v.astype(jax_dtype(dtype)) for v in ends]
@@ -90,7 +92,10 @@ def _spaced(start, end, steps, ctx):
     start, end = (v.astype(compute) for v in ends)
     i = lax.iota(jnp.int64, steps).astype(compute)
     step = (end - start) / max(steps - 1, 1)
-    return jnp.where(i.real < steps // 2, start + step * i, end - step * (steps - 1 - i)) if steps > 1 else start + i
+    points = start + step * i
+    if steps > 1:
+        points = jnp.where(i.real < steps // 2, points, end - step * (steps - 1 - i))
+    return points.reshape(shape)
 
 
 @lowering("eye.out", "eye.m_out")
