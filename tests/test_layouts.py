@@ -129,6 +129,12 @@ def test_counts_go_into_an_output_of_as_many_elements_as_it_lies(fill: Any, numb
     assert filled("tpu") == filled("cpu")
 
 
+def test_empty_vectors_join_along_any_dimension() -> None:
+    none = torch.empty(0, device="tpu")
+    assert torch.cat([none, none], dim=1).shape == (0,)
+    assert torch.cat([none, torch.ones(2, 3, device="tpu"), none], dim=1).shape == (2, 3)
+
+
 def test_a_tensor_without_elements_is_not_written_with_itself_even_where_it_was_with_an_alias() -> None:
     def put(device: str, name: str) -> str:
         x = torch.ones(2, 0, device=device)

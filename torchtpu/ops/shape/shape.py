@@ -21,9 +21,9 @@ UNROLLED_WINDOWS = 32  # overlaps up to which windows are summed by pads instead
 @lowering("cat")
 def cat(tensors, dim=0, *, ctx):
     # an empty vector is left out, whatever the shape of the others
-    kept = [t for t in tensors if t.shape != (0,)] or tensors
+    kept = [t for t in tensors if t.shape != (0,)]
     dtype = ctx.results[0][1]
-    return jnp.concatenate([as_dtype(t, dtype) for t in kept], dim)
+    return jnp.concatenate([as_dtype(t, dtype) for t in kept or tensors], dim if kept else 0)
 
 
 def _infer_stack(tensors: Any, dim: int = 0) -> torch.Tensor:
