@@ -129,6 +129,16 @@ def test_counts_go_into_an_output_of_as_many_elements_as_it_lies(fill: Any, numb
     assert filled("tpu") == filled("cpu")
 
 
+@pytest.mark.parametrize(("sizes", "strides"), [((2,), ()), ((), (1,)), ((2, 3), (-1, 1))])
+def test_strides_that_do_not_fit_are_refused_as_on_the_cpu(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    messages = set()
+    for device in ("cpu", "tpu"):
+        with pytest.raises(RuntimeError) as error:
+            torch.empty_strided(sizes, strides, device=device)
+        messages.add(str(error.value))
+    assert len(messages) == 1
+
+
 def test_empty_vectors_join_along_any_dimension() -> None:
     none = torch.empty(0, device="tpu")
     assert torch.cat([none, none], dim=1).shape == (0,)

@@ -37,7 +37,10 @@ Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::option
   TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "tpu tensors are strided; got layout ", *layout);
   for (int64_t size : sizes)
     TORCH_CHECK(size >= 0, "Trying to create tensor with negative dimension ", size, ": ", sizes);
+  TORCH_CHECK(sizes.size() == strides.size(), "dimensionality of sizes (", sizes.size(),
+              ") must match dimensionality of strides (", strides.size(), ")");
   auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
+  at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(type));  // raises where a stride is negative
   auto index = index_of(device);
   TORCH_CHECK(index < device_count(), "tpu error: invalid device ordinal ", int(index), ": there are ",
               int(device_count()), " devices");
