@@ -129,6 +129,13 @@ def test_counts_go_into_an_output_of_as_many_elements_as_it_lies(fill: Any, numb
     assert filled("tpu") == filled("cpu")
 
 
+def test_a_range_warns_where_its_output_has_another_number_of_elements() -> None:
+    out = torch.ones(2, device="tpu")
+    with pytest.warns(UserWarning, match="does not match the computed number of elements 3"):
+        torch.arange(3, out=out)
+    assert out.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("sizes", "strides"), [((2,), ()), ((), (1,)), ((2, 3), (-1, 1))])
 def test_strides_that_do_not_fit_are_refused_as_on_the_cpu(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
     messages = set()

@@ -381,7 +381,16 @@ void run_range(const OpInfo& info, const c10::OperatorHandle& op, Stack* stack) 
   at::Tensor out = (*stack)[i].toTensor(), made = at::empty({0}, out.options());
   (*stack)[i] = made;
   op.callBoxed(stack);
-  if (made.numel() != out.numel()) out.resize_(made.sizes());
+  if (made.numel() != out.numel()) {
+    if (out.numel() > 0 && !info.name.starts_with("l")) {
+      TORCH_WARN("The number of elements in the out tensor of shape ", out.sizes(), " is ", out.numel(),
+                 " which does not match the computed number of elements ", made.numel(),
+                 ". Note that this may occur as a result of rounding error. The out tensor will be resized to a tensor "
+                 "of shape (",
+                 made.numel(), ",).");
+    }
+    out.resize_(made.sizes());
+  }
   stack->back() = out;
 }
 
