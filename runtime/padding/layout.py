@@ -82,10 +82,6 @@ class Refused(Exception):
     """What a program computes on longer arrays is not known: the message says why."""
 
 
-class Unplaced(Refused):
-    """A view of a size that changes begins at a run-time offset: that is so with most other sizes, too."""
-
-
 class Bound(NamedTuple):
     """A variable's least and largest value, and how long a dimension of its size is in memory."""
 
@@ -576,10 +572,17 @@ class Template:
         self._programs: dict[tuple[Bound, ...], PaddedForm] = {}
 
     def pad(
-        self, program: Program, slots: Sequence[int], find: FindConditions, most_variables: int = MOST_VARIABLES
+        self,
+        program: Program,
+        slots: Sequence[int],
+        find: FindConditions,
+        most_variables: int = MOST_VARIABLES,
+        *,
+        is_new: bool = True,
     ) -> PaddedProgram:
         """The program in this form; Refused where a slot is not what it is in this form, or more sizes change, or a
-        condition that the form has is not met, and what is raised while these are found."""
+        condition that the form has is not met, or it would be new and may not be, and what is raised while conditions
+        are found."""
         if len(self._homes) > most_variables:
             raise Refused("more sizes change than are padded")
         values = {name: slots[place] for name, place in self._homes.items()}
@@ -588,7 +591,7 @@ class Template:
         ):
             sizes = ", ".join(map(str, values.values()))
             raise Refused(f"{self._misfit(slots, values)} does not follow from the sizes {sizes}")
-        form = self._form(program, values)
+        form = self._form(program, values, is_new=is_new)
         padded = form.of(program, values, self.samples)
         form.check(padded, find)
         return padded
@@ -598,7 +601,12 @@ class Template:
         of = (leaf.value(values) if isinstance(leaf, Size) else leaf for leaf in self._slots)
         return next(slot for slot, expected in zip(slots, of, strict=True) if slot != expected)
 
-    def _form(self, program: Program, values: Mapping[str, int]) -> PaddedForm:
+    @property
+    def num_variables(self) -> int:
+        """How many sizes and places change."""
+        return len(self._homes)
+
+    def _form(self, program: Program, values: Mapping[str, int], *, is_new: bool) -> PaddedForm:
         """The form for these values of the variables; another thread may make it, too."""
         if self._sized is None:
             sized = outline(program, _Writer(self._slots), self._is_special)
@@ -607,6 +615,8 @@ class Template:
             known = self._programs.get(tuple([self._bound(name, values[name]) for name in self._bounded]))
             if known is not None:
                 return known
+        if not is_new:
+            raise Refused("sizes of other capacities")
         maker = _Maker(program, self._sized, lambda name: self._bound(name, values[name]))
         made = maker.make()
         self._bounded = tuple(maker.bounds)
@@ -767,19 +777,18 @@ class Layouts:
                 self._refused[shared] = count + 1, reason
                 raise Refused(reason)
         error: Exception = Refused("no other sizes of it are known")
-        makers: list[Callable[[], Template]] = [functools.partial(_same, template) for template in known]
         others = itertools.chain(others, (program for template in known for program in template.samples))
-        for make in itertools.chain(makers, self._makers(program, shared, slots, others)):
+        for make, is_new in self._ways(program, shared, slots, known, others):
             try:
                 template = make()
-                padded = template.pad(program, slots, find, most_variables)
+                padded = template.pad(program, slots, find, most_variables, is_new=is_new)
             except Exception as raised:  # noqa: BLE001 -- another form may do
                 error = raised
                 continue
             self._keep(shared, template)
             return padded
         with self._lock:
-            self._refused[shared] = count + (_FEWEST_REFUSED // 2 if isinstance(error, Unplaced) else 1), str(error)
+            self._refused[shared] = count + 1, str(error)
             if len(self._refused) > _MOST_OUTLINES:
                 del self._refused[next(iter(self._refused))]
         raise error
@@ -800,17 +809,22 @@ class Layouts:
         known = self._samples(shared, {}, [_Sample(sample, self._is_special) for sample in samples], _MOST_SAMPLES)
         return Template(shared, self._is_special, known).pad(program, slots, find)
 
-    def _makers(
-        self, program: Program, shared: Outline, slots: list[int], others: Iterable[Program]
-    ) -> Iterator[Callable[[], Template]]:
-        """What makes new templates: of programs in which much changes, and of the latest few, in which less does."""
+    def _ways(
+        self, program: Program, shared: Outline, slots: list[int], known: list[Template], others: Iterable[Program]
+    ) -> Iterator[tuple[Callable[[], Template], bool]]:
+        """What gives templates, and whether capacities may be new to them: first those that have programs of these
+        capacities, then those in which most changes, then new ones of programs in which much changes, and of the latest
+        few, in which less does."""
+        for is_new, templates in ((False, known), (True, sorted(known, key=lambda t: -t.num_variables))):
+            for template in templates:
+                yield functools.partial(_same, template), is_new
         with self._lock:
             found = [*map(self._sample, others), *reversed(self._recent)]
         samples = self._samples(shared, {tuple(slots): program}, found, _MOST_COMPARED)
         differing = _differing(list(samples), _MOST_SAMPLES)
         latest = [list(itertools.islice(samples, count)) for count in (_FEWEST_SAMPLES, 2)]
         for chosen in dict.fromkeys(map(tuple, (differing, *latest))):
-            yield functools.partial(Template, shared, self._is_special, {key: samples[key] for key in chosen})
+            yield functools.partial(Template, shared, self._is_special, {key: samples[key] for key in chosen}), True
 
     def _sample(self, program: Program) -> _Sample:
         """A program with what was found out of it. Under the lock."""
@@ -1011,7 +1025,7 @@ class _Maker:
         if write.replaces and not view.about[-1] and view.access is not None:
             raise Refused("a write that leaves out elements")
         if view.strides is not None:
-            raise Unplaced("a view at a place that changes")
+            raise Refused("a view at a place that changes")
         if write.dtype != write.base.dtype:
             raise Refused("a write of other elements")
         base = self.base(write.base, view.shape)
@@ -1098,7 +1112,7 @@ class _PaddedOp:
             self.reads.append(None)
             return replace(given, **self._maker.place(given, view))
         if view.strides is not None:
-            raise Unplaced("a view at a place that changes")
+            raise Refused("a view at a place that changes")
         if given.dtype.itemsize != given.base.dtype.itemsize:
             raise Refused("a view of other elements")
         self.reads.append(self.part(view))
