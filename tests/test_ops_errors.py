@@ -67,6 +67,14 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "linear with a bias of more rows": lambda on: F.linear(*ones(on, (1, 5), (4, 5), (2, 4))),
     "linear of batches with a larger bias": lambda on: F.linear(*ones(on, (2, 3, 5), (4, 5), (1, 2, 3, 4))),
     "linear of a vector with a larger bias": lambda on: F.linear(*ones(on, (5,), (4, 5), (2, 4))),
+    "conv of groups that the channels are no multiple of": lambda on: F.conv2d(
+        *ones(on, (1, 4, 4, 4), (3, 2, 3, 3)), groups=2
+    ),
+    "transposed conv of groups likewise": lambda on: F.conv_transpose2d(
+        *ones(on, (1, 4, 4, 4), (4, 3, 3, 3)), groups=3
+    ),
+    "transposed conv of other channels": lambda on: F.conv_transpose2d(*ones(on, (1, 4, 4, 4), (3, 3, 3, 3))),
+    "conv with paddings of another rank": lambda on: F.conv2d(*ones(on, (1, 4, 4, 4), (3, 4, 3, 3)), padding=(1, 1, 1)),
     "conv with a bias of more dimensions": lambda on: F.conv2d(*ones(on, (1, 3, 4, 4), (3, 3, 3, 3), (1, 3))),
     "transposed conv with a large output padding": lambda on: F.conv_transpose1d(
         *ones(on, (1, 3, 4), (3, 3, 3)), stride=2, output_padding=9

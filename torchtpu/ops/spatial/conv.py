@@ -189,10 +189,23 @@ def _infer_convolution(
         raise RuntimeError("output padding must be smaller than either stride or dilation")
     arguments = input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
     shape = _shape_of(*arguments)
+    if shape is None:
+        _refuse(input, weight, (stride, padding, dilation, output_padding), transposed, groups)
     made = torch.convolution(*arguments) if shape is None else input.new_empty(shape)
     # As PyTorch's kernels, unlike its meta function; contiguous() would leave an image of one pixel.
     memory_format = _memory_format(input, weight)
     return made if memory_format is torch.contiguous_format else like(made, memory_format=memory_format)
+
+
+def _refuse(input: torch.Tensor, weight: torch.Tensor, windows: tuple[Any, ...], transposed: bool, groups: int) -> None:
+    """Raises where PyTorch's meta function takes what its kernels refuse."""
+    rank = weight.dim() - 2
+    if any(len(given) not in (1, rank) for given in windows):
+        raise RuntimeError(f"expected a single integer value or a list of {rank} values")
+    if groups > 0 and weight.shape[0] % groups:
+        raise RuntimeError(f"expected weight to be divisible by {groups} at dimension 0")
+    if transposed and input.shape[-rank - 1] != weight.shape[0]:
+        raise RuntimeError(f"expected input to have {weight.shape[0]} channels")
 
 
 def _memory_format(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
