@@ -11,15 +11,17 @@ WORKLOADS = {
     "w3": "GPT of 4 layers, AdamW",
     "w4": "ResNet-18 on small images, SGD with momentum",
     "w8": "MLP, hand-written SGD with a new learning rate every step",
+    "gpt2-short": "GPT of 12 layers, 768 wide, float32, AdamW, one sequence of 64 tokens",
 }
+SEQUENCES = {"w3": (1000, (8, 128)), "gpt2": (50304, (8, 1024)), "gpt2-short": (50304, (1, 64))}
 
 
 def batch(workload: str) -> tuple[np.ndarray, np.ndarray]:
     """The one batch a workload trains on."""
     random = np.random.default_rng(0)
-    if workload in ("w3", "gpt2"):
-        vocabulary, length = (1000, 128) if workload == "w3" else (50304, 1024)
-        return random.integers(0, vocabulary, (8, length)), random.integers(0, vocabulary, (8, length))
+    if workload in SEQUENCES:
+        vocabulary, shape = SEQUENCES[workload]
+        return random.integers(0, vocabulary, shape), random.integers(0, vocabulary, shape)
     if workload == "w4":
         return random.standard_normal((8, 3, 64, 64)).astype("float32"), random.integers(0, 100, 8)
     return random.standard_normal((64, 256)).astype("float32"), random.integers(0, 10, 64)

@@ -226,9 +226,9 @@ def describe(workload: str, attend: Attention = causal_attention) -> Step:
     if workload == "w3":
         model = functools.partial(gpt, attend=attend, heads=4, layers=4)
         return adamw(model, gpt_shapes(1000, 256, 4, 128), jnp.float32)
-    if workload == "gpt2":
+    if workload in ("gpt2", "gpt2-short"):
         model = functools.partial(gpt, attend=attend, heads=12, layers=12)
-        return adamw(model, gpt_shapes(50304, 768, 12, 1024), jnp.bfloat16)
+        return adamw(model, gpt_shapes(50304, 768, 12, 1024), jnp.bfloat16 if workload == "gpt2" else jnp.float32)
     return adamw(mlp, mlp_shapes(), jnp.float32)
 
 

@@ -104,8 +104,9 @@ class ResNet18(nn.Module):
 
 def make_model(workload: str, device: str) -> nn.Module:
     """The workload's model with the numbers that every backend has."""
-    if workload == "gpt2":
-        model: nn.Module = GPT(50304, 768, 12, 12, 1024).to(torch.bfloat16)
+    if workload in ("gpt2", "gpt2-short"):
+        dtype = torch.bfloat16 if workload == "gpt2" else torch.float32
+        model: nn.Module = GPT(50304, 768, 12, 12, 1024).to(dtype)
     else:
         model = {"w3": GPT, "w4": ResNet18, "decode": GPT}.get(workload, MLP)()
     with torch.no_grad():
