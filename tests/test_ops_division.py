@@ -53,3 +53,13 @@ def test_decimals_are_rounded_as_on_the_cpu() -> None:
         torch.testing.assert_close(
             x.to("tpu").round(decimals=decimals).cpu(), x.round(decimals=decimals), rtol=0, atol=0
         )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_divisors_and_multiples_of_the_smallest_integer_are_found(dtype: torch.dtype) -> None:
+    least = torch.iinfo(dtype).min
+    a = torch.tensor([least, 0, least, least, 12, 0], dtype=dtype)
+    b = torch.tensor([0, least, least, 1, -18, 0], dtype=dtype)
+    for op in (torch.gcd, torch.lcm):
+        assert op(a.to("tpu"), b.to("tpu")).tolist() == op(a, b).tolist(), op

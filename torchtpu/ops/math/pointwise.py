@@ -316,14 +316,21 @@ def heaviside(self, values):
     return jnp.where(self == 0, values, (self > 0).astype(self.dtype))
 
 
+def _magnitude(x: Any) -> Any:
+    """The absolute value as an unsigned integer, which that of the smallest integer is too."""
+    return jnp.abs(x).astype(f"uint{x.dtype.itemsize * 8}")
+
+
 @pointwise("gcd")
 def gcd(self, other):
-    return jnp.gcd(self, other)
+    # Of signed integers jax's loop does not end where the smallest one meets a zero.
+    return jnp.gcd(_magnitude(self), _magnitude(other)).astype(self.dtype)
 
 
 @pointwise("lcm")
 def lcm(self, other):
-    return jnp.abs(jnp.lcm(self, other))  # also where the product is no integer of the dtype
+    product = jnp.lcm(_magnitude(self), _magnitude(other)).astype(self.dtype)
+    return jnp.abs(product)  # also where the product is no integer of the dtype
 
 
 @pointwise("ldexp.Tensor", promote="int_to_float")
