@@ -63,3 +63,14 @@ def test_divisors_and_multiples_of_the_smallest_integer_are_found(dtype: torch.d
     b = torch.tensor([0, least, least, 1, -18, 0], dtype=dtype)
     for op in (torch.gcd, torch.lcm):
         assert op(a.to("tpu"), b.to("tpu")).tolist() == op(a, b).tolist(), op
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("value", [1.5, -0.5, 3])
+def test_a_product_that_is_added_to_integers_is_scaled_by_a_whole_number(dtype: torch.dtype, value: float) -> None:
+    x = torch.tensor([1, 2, -7, 2**30], dtype=dtype)
+    expected = torch.addcmul(x, x, x, value=value), torch._foreach_addcmul([x], [x], [x], value=value)[0]
+    on_tpu = x.to("tpu")
+    made = torch.addcmul(*[on_tpu] * 3, value=value), torch._foreach_addcmul(*[[on_tpu]] * 3, value=value)[0]
+    for a, b in zip(made, expected, strict=True):
+        assert torch.equal(a.cpu(), b)

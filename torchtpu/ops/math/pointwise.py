@@ -259,9 +259,16 @@ def _whole_power(x: Any, exponent: Any) -> Any:
     return lax.while_loop(lambda state: jnp.any(state[2] > 0), multiply, (jnp.ones_like(x), x, exponent))[0]
 
 
-@pointwise("addcmul")
-def addcmul(self, tensor1, tensor2, value=1):
+@pointwise()
+def _added_product(self, tensor1, tensor2, value):
     return self + value * tensor1 * tensor2
+
+
+@lowering("addcmul", lifts=True)
+def addcmul(self, tensor1, tensor2, value=1):
+    if all(jnp.issubdtype(each.dtype, jnp.integer) for each in (self, tensor1, tensor2)):
+        value = jnp.asarray(value).astype(jnp.result_type(self, tensor1, tensor2))  # as C++ converts the number
+    return _added_product(self, tensor1, tensor2, value)
 
 
 @pointwise("addcdiv")
