@@ -203,7 +203,7 @@ def test_default_device_and_current_device_are_honoured():
         assert torch.ones(2).is_tpu
         assert torch.get_default_device() == torch.device("tpu:0")
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
     with torch.device("tpu"):
         assert torch.zeros(2).is_tpu
 

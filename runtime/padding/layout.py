@@ -234,7 +234,7 @@ class Outline:
         return isinstance(other, Outline) and self._hash == other._hash and self._parts == other._parts
 
 
-class _Reader:
+class _SlotReader:
     """Notes the slots of a program."""
 
     def __init__(self) -> None:
@@ -248,7 +248,7 @@ class _Reader:
         return made
 
 
-class _Writer:
+class _SlotWriter:
     """Puts expressions in their place, one after the other."""
 
     def __init__(self, slots: Iterable[Leaf]) -> None:
@@ -260,7 +260,7 @@ class _Writer:
         return _geometry(*of, slot=self.slot)
 
 
-def outline(program: Program, hand: _Reader | _Writer, is_special: IsStructural) -> Outline:
+def outline(program: Program, hand: _SlotReader | _SlotWriter, is_special: IsStructural) -> Outline:
     """The program's outline, each slot in turn replaced by what `hand` makes of it; Refused where a view has none.
 
     A number that changes what its op means, as 2 does for `pow`, is no slot.
@@ -273,11 +273,11 @@ def outline(program: Program, hand: _Reader | _Writer, is_special: IsStructural)
 
 def slots_of(program: Program, is_special: IsStructural) -> tuple[Outline, list[int]]:
     """What programs of the same ops have in common, and the slots in which they differ."""
-    reader = _Reader()
+    reader = _SlotReader()
     return outline(program, reader, is_special), reader.slots
 
 
-def _call(op: Op, hand: _Reader | _Writer, is_special: IsStructural) -> _PaddedCall:
+def _call(op: Op, hand: _SlotReader | _SlotWriter, is_special: IsStructural) -> _PaddedCall:
     names = _arguments_of(op.name)
 
     def is_kept(place: int, value: Any) -> bool:
@@ -297,7 +297,7 @@ def _arguments_of(name: str) -> tuple[str, ...]:
     return tuple(argument.name for argument in schema_of(name).arguments)
 
 
-def _argument(given: Any, hand: _Reader | _Writer, is_kept: Callable[[int, Any], bool], place: int) -> Any:
+def _argument(given: Any, hand: _SlotReader | _SlotWriter, is_kept: Callable[[int, Any], bool], place: int) -> Any:
     kind = type(given)
     if kind is Operand:
         about = given.value, given.dtype
@@ -320,7 +320,7 @@ def _view(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     offset: int | Lifted,
-    hand: _Reader | _Writer,
+    hand: _SlotReader | _SlotWriter,
     about: tuple[Any, ...],
     *,
     is_zero: bool = False,
@@ -609,7 +609,7 @@ class Template:
     def _form(self, program: Program, values: Mapping[str, int], *, is_new: bool) -> PaddedForm:
         """The form for these values of the variables; another thread may make it, too."""
         if self._sized is None:
-            sized = outline(program, _Writer(self._slots), self._is_special)
+            sized = outline(program, _SlotWriter(self._slots), self._is_special)
             self._limits, self._sized = _limits_of(sized.calls), sized
         if self._bounded is not None:
             known = self._programs.get(tuple([self._bound(name, values[name]) for name in self._bounded]))
