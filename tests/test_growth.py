@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtpu import config, metrics, startup
-from torchtpu.runtime.padding import evaluate
+from torchtpu.runtime.padding import arrays, evaluate
 from torchtpu.runtime.padding.layout import padded_capacity
 
 pytestmark = pytest.mark.usefixtures("in_one_tier")
@@ -753,6 +754,51 @@ def test_a_size_that_stays_short_is_short_in_memory() -> None:
         del engine._builder.padded
     assert kept
     assert all(base.shape in ((8, 16, 64), (64, 64)) for padded in kept for base in padded.program.inputs)
+
+
+class OnHost:
+    """A client whose arrays are tensors."""
+
+    def download(self, array: Any) -> Tensor:
+        return array.values
+
+    def upload(self, values: Tensor, device: int) -> Any:
+        return HostArray(values)
+
+
+class HostArray:
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.aval, self.is_donated = values, values, False
+
+    def is_deleted(self) -> bool:
+        return self.is_donated
+
+
+def test_a_copy_whose_memory_a_launch_was_given_is_made_anew() -> None:
+    copies = arrays.Copies(OnHost(), startup.engine_counters())
+    array = HostArray(torch.arange(3.0))
+    longer = copies.padded(array, (5,), 0)
+    assert copies.padded(array, (5,), 0) is longer
+    longer.is_donated = True
+    again = copies.padded(array, (5,), 0)
+    assert again is not longer
+    assert again.values.tolist() == [0, 1, 2, 0, 0]
+    padded = arrays.PaddedArray(again, (3,))
+    counting = copies.counting(padded, 0)
+    assert copies.counting(padded, 0) is counting
+    counting.is_donated = True
+    assert copies.counting(padded, 0) is not counting
+
+
+def test_copies_are_few_and_go_with_what_they_copy() -> None:
+    copies = arrays.Copies(OnHost(), startup.engine_counters())
+    kept = [HostArray(torch.zeros(2)) for _ in range(100)]
+    for array in kept:
+        copies.padded(array, (4,), 0)
+    assert len(copies._known) == 64
+    del array, kept
+    gc.collect()
+    assert not copies._known
 
 
 def test_what_many_padded_programs_read_is_copied_once() -> None:

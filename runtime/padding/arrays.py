@@ -6,9 +6,11 @@ alone, a read or another program, takes a copy through the host; so does an arra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from array import array as numbers_of
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +65,8 @@ class Copies:
     def __init__(self, client: Client, counters: Counters) -> None:
         self._client = client
         self._counters = counters
-        self._known: dict[tuple[int, Shape], tuple[weakref.ref[Any], Any]] = {}  # by the id of what they copy
+        # By the id of what they copy; changed by single steps of the GIL, in the callbacks of weak references too.
+        self._known: OrderedDict[tuple[int, Shape], tuple[weakref.ref[Any], Any]] = OrderedDict()
 
     def padded(self, array: Any, shape: Shape, device: int) -> Any:
         """An array of this shape that begins with what counts of the given one; None of one that failed."""
@@ -87,7 +90,7 @@ class Copies:
         """An array of what counts of the given one: that itself, where nothing of it is surplus."""
         if not isinstance(array, PaddedArray):
             return array
-        if array.counting is None:
+        if array.counting is None or array.counting.is_deleted():  # as above
             array.counting = self._upload(download(self._client, array), device)
         return array.counting
 
@@ -102,8 +105,9 @@ class Copies:
 
     def _keep(self, key: tuple[int, Shape], array: Any, made: Any) -> None:
         self._known[key] = weakref.ref(array, functools.partial(_forget, self._known, key)), made
-        while len(self._known) > _MOST_COPIES:
-            self._known.pop(next(iter(self._known)), None)
+        if len(self._known) > _MOST_COPIES:
+            with contextlib.suppress(KeyError):
+                self._known.popitem(last=False)
 
 
 def uploads_of(work: Any) -> list[int]:
