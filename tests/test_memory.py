@@ -79,7 +79,11 @@ def test_training_fits_into_60_percent_of_what_its_step_needs(tmp_path: Path) ->
 def test_launches_that_have_not_run_are_waited_for_until_there_is_room() -> None:
     waited: list[int] = []
     client: Any = SimpleNamespace(
-        devices=[None], memory_bytes=lambda device: 100, live_bytes=lambda device: 30, wait_for_launch=waited.append
+        devices=[None],
+        uploaded_bytes=[0],
+        memory_bytes=lambda device: 100,
+        live_bytes=lambda device: 30,
+        wait_for_launch=waited.append,
     )
     counters = Counters()
     memory = Memory(client, counters, {"memory_limit": 0}.__getitem__, lambda: None, lambda: None, lambda device: ())
@@ -90,6 +94,33 @@ def test_launches_that_have_not_run_are_waited_for_until_there_is_room() -> None
     assert (waited, counters.memory_waits) == ([0], 1)
     memory.wait_until_idle(0)
     assert (waited, memory.used(0)) == ([0, 1, 2], 30)
+
+
+def test_nothing_is_counted_while_all_that_was_made_since_the_last_count_fits() -> None:
+    live = [30]
+    counted: list[int] = []
+
+    def live_bytes(device: int) -> int:
+        counted.append(live[0])
+        return live[0]
+
+    client: Any = SimpleNamespace(
+        devices=[None], uploaded_bytes=[0], memory_bytes=lambda device: 100, live_bytes=live_bytes
+    )
+    knobs = {"memory_limit": 0}
+    memory = Memory(client, Counters(), knobs.__getitem__, lambda: None, lambda: None, lambda device: ())
+    for _ in range(3):
+        assert memory.has_room(0, 20, "train.py:1")
+        memory.note_launch(0, 20)
+    assert counted == [30], "once, before anything is known: 30, 50 and 70 are the most that may be in use"
+    client.uploaded_bytes[0] += 5
+    assert memory.has_room(0, 5, "train.py:1") and counted == [30], "95 at the most, and 5"
+    assert memory.has_room(0, 10, "train.py:1") and counted == [30, 30], "most of it has been freed"
+    live[0] = 95
+    memory.note_launch(0, 65)
+    assert not memory.has_room(0, 10, "train.py:1")
+    live[0] = 50
+    assert memory.has_room(0, 10, "train.py:1")
 
 
 def test_a_region_that_does_not_fit_runs_in_parts_and_explain_says_so() -> None:

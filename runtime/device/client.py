@@ -87,6 +87,7 @@ class Client:
         ]
         self._excess_precision = excess_precision
         self._options = [compile_options((d.id,), excess_precision) for d in self.devices]
+        self.uploaded_bytes = [0 for _ in self.devices]  # so far
         self._num_compiled = 0
         self._keeps_memory = True  # what is freed, for a while
 
@@ -241,6 +242,7 @@ class Client:
         """
         # A transposed tensor would import with a transposed layout, and a launch checks only the size in bytes.
         assert tensor.is_contiguous() and tensor.is_cpu, "only contiguous CPU tensors are uploaded"
+        self.uploaded_bytes[device] += tensor.nbytes
         aval = _aval(tuple(tensor.shape), tensor.dtype)
         data, home = _numpy(tensor.detach()), self.devices[device]
         # Without enable_x64, 64-bit types would lose half their bits.

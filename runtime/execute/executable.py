@@ -151,8 +151,8 @@ class Executable:
     """A loaded program with all that a launch needs of it."""
 
     __slots__ = (
-        "__weakref__", "_direct", "_flat", "_make_flat", "about", "checks", "common", "fitted", "handlers",
-        "has_one_own", "inputs", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
+        "__weakref__", "_direct", "_flat", "_hidden_bytes", "_make_flat", "about", "checks", "common", "fitted",
+        "handlers", "has_one_own", "inputs", "is_fresh", "kind_of", "kinds", "loaded", "offsets", "run",
     )  # fmt: skip
 
     meets_others = False
@@ -185,6 +185,7 @@ class Executable:
         self._make_flat = make_flat
         self._flat: Executable | None = None
         self._direct: DirectLaunch | None = None
+        self._hidden_bytes = -1  # unknown
 
     def at(self, ints: list[int]) -> Executable:
         """The program for these run-time ints: this one, or the one that takes nothing for granted of offsets."""
@@ -244,6 +245,9 @@ class Executable:
         return self.loaded.output_bytes - self.loaded.aliased_bytes + self.loaded.temporary_bytes
 
     def hidden_bytes(self, arguments: Sequence[Any]) -> int:
-        """What a launch takes beside arguments and outputs: temporaries, and donated memory that no output reuses."""
-        donated = sum(nbytes_of(argument) for argument in arguments if argument.is_deleted())
-        return self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
+        """What a launch takes beside arguments and outputs: temporaries, and donated memory that no output reuses. Once
+        one has been given these arguments, that is known of all."""
+        if self._hidden_bytes < 0:
+            donated = sum(nbytes_of(argument) for argument in arguments if argument.is_deleted())
+            self._hidden_bytes = self.loaded.temporary_bytes + max(0, donated - self.loaded.aliased_bytes)
+        return self._hidden_bytes

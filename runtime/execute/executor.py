@@ -208,6 +208,8 @@ class Executor:
         else:
             execute = functools.partial(client.execute_together, executable.run, arguments, executable.handlers)
             outputs, token = together(execute)
+        if self._memory.limit(device):
+            self._memory.note_launch(device, executable.needed_bytes)
         if not client.runs_at_once:
             self._track(device, executable, token, arguments, outputs)
         self._conclude(work, executable, (outputs, token), pending, failed, started)

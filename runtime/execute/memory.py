@@ -1,12 +1,14 @@
 """Accounts for device memory: admits launches, and explains what fills a device.
 
 Counted are the arrays on a device, and what the launches take that have not run: their arguments and temporaries.
+Counting takes a while. So what is added to the last count is noted, and as long as all of that fits nobody counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,6 +66,9 @@ class Memory:
         self._totals = [client.memory_bytes(device) for device in range(len(client.devices))]
         self._is_tight = False
         self._flights: list[deque[PendingLaunch]] = [deque() for _ in client.devices]
+        # As if nothing had been freed since the last count; none before the first.
+        self._most_used: list[float] = [math.inf for _ in client.devices]
+        self._uploaded = [0 for _ in client.devices]  # in all, when `_most_used` was last brought up to date
 
     def limit(self, device: int) -> int:
         """The most bytes that arrays and launches may take; 0 where nothing limits them."""
@@ -80,6 +85,10 @@ class Memory:
         if len(flights) > _MOST_FLIGHTS:
             self._land(flights)
 
+    def note_launch(self, device: int, nbytes: int) -> None:
+        """Notes that a launch takes so many bytes beyond its arguments."""
+        self._most_used[device] += nbytes
+
     def finish(self, device: int) -> None:
         """Waits until everything launched so far has run, and raises what its launch raised."""
         for flight in list(self._flights[device]):
@@ -93,11 +102,15 @@ class Memory:
     def has_room(self, device: int, needed: int, line: str) -> bool:
         """Whether so many more bytes fit; waits for launches to end and for others to let go, and drops caches."""
         limit = self.limit(device)
+        uploaded = self._client.uploaded_bytes[device]
+        self._most_used[device] += uploaded - self._uploaded[device]
+        self._uploaded[device] = uploaded
 
         def fits() -> bool:
-            return self.used(device) + needed <= limit
+            self._most_used[device] = self.used(device)
+            return self._most_used[device] + needed <= limit
 
-        if fits():
+        if self._most_used[device] + needed <= limit or fits():
             return True
         self.note("wait", line, f"{show_bytes(needed)} more were needed")
         while self._flights[device]:
