@@ -444,3 +444,35 @@ def test_metrics_have_the_promised_names():
     assert snapshot["ops_recorded"] >= 2
     metrics.reset()
     assert metrics.snapshot()["ops_recorded"] == 0
+
+
+BESIDE_CUDA = """
+import pathlib, sys
+find = pathlib.Path.glob
+
+def glob(path, names):
+    if str(path) != "/dev":
+        return find(path, names)
+    sys.modules["torch"].version.cuda = "13.0"
+    return iter([path / "nvidia0"])
+
+pathlib.Path.glob = glob
+WORDS
+print("torchtpu" in sys.modules)
+import torch, torchtpu
+print((torch.ones(2, device="tpu") + 1).tolist(), torchtpu.metrics.snapshot()["launches"], torchtpu.explain.__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "platform", "is_there"),
+    [("import torch", "", False), ("import torch", "cpu", True), ("import torchtpu", "", True)],
+)
+def test_beside_cuda_devices_somebody_has_to_ask_for_the_device(words: str, platform: str, is_there: bool) -> None:
+    """PyTorch would take it for the only accelerator of the process, and CUDA's backward would fail."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment.pop("TORCHTPU_PLATFORM", None)
+    environment |= {"TORCHTPU_PLATFORM": platform} if platform else {}
+    code = BESIDE_CUDA.replace("WORDS", words)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{is_there}\n[2.0, 2.0] 1 explain\n", "")

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch as _torch  # noqa: F401 - its autoload registers the device
 
-from torchtpu._autoload import autoload, failure
+from torchtpu._autoload import failure, register, stands_aside
 
 if TYPE_CHECKING:
     from torchtpu.diagnostics.session import explain
 
-autoload()
+if not stands_aside():
+    register()
 
-if failure() is None:
+if failure() is None and not stands_aside():
     from torchtpu import config, kernels, metrics
     from torchtpu.api.loading import ready
     from torchtpu.api.reading import async_read

@@ -1,4 +1,4 @@
-"""The torch.backends entry point: `import torch` registers the device `tpu`.
+"""The torch.backends entry point: `import torch` registers the device `tpu`, unless CUDA devices would suffer from it.
 
 Its own module, because an entry point into the package itself would be looked up while `import torchtpu` is under way.
 """
@@ -20,6 +20,32 @@ _failures: list[ImportError] = []
 
 
 def autoload() -> None:
+    """What torch calls at the end of its import: registers the device, unless that `stands_aside`."""
+    if not stands_aside():
+        register()
+    elif not _is_being_imported("torchtpu"):
+        # A later import of the package is somebody's wish, and has to find it new.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchtpu"]:
+            del sys.modules[name]
+
+
+def stands_aside() -> bool:
+    """Whether nobody has asked for the device, where there are CUDA devices: PyTorch takes a device such as this for
+    the only accelerator of the process, and fails in the backward of CUDA tensors."""
+    return _is_being_imported("torch") and "TORCHTPU_PLATFORM" not in os.environ and _has_cuda_devices()
+
+
+def _is_being_imported(name: str) -> bool:
+    return bool(getattr(sys.modules[name].__spec__, "_initializing", False))
+
+
+def _has_cuda_devices() -> bool:
+    """Whether this torch may use a CUDA device; starts no driver."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not is_hidden and any(Path("/dev").glob("nvidia[0-9]*")) and torch.version.cuda is not None
+
+
+def register() -> None:
     """Registers the device, once. Raises ImportError where the extension cannot work with this torch.
 
     The process of the `torchtpu` command goes on without the device instead, to say what is wrong and what helps.
