@@ -1,10 +1,12 @@
 """How long regions compile with the usual options and with those of the first tier, for each of their ops.
 
-The regions are those of programs of unseen.py, each compiled as one program, both ways, in CPU milliseconds of a
-process that does nothing else meanwhile. `op_ms` of `runtime/compile/tiers.py` is the median of the differences.
+The regions are those of programs of unseen.py, each compiled as one program, both ways, in milliseconds of a process
+that does nothing else meanwhile: CPU time on platform cpu, else wall time. `op_ms` of `runtime/compile/tiers.py` is the
+median of the differences.
 
     python benchmarks/compile_price.py
     python benchmarks/compile_price.py gpt --laps 2
+    TORCHTPU_PLATFORM=gpu python benchmarks/compile_price.py
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ def measure(name: str, laps: int) -> dict[tuple[int, str], tuple[float, float]]:
     """Milliseconds with the usual options and with the first tier's, by a program's ops and the begin of its key."""
     compiler = startup.engine().compiler
     found: dict[tuple[int, str], tuple[float, float]] = {}
-    real, options = compiler._load_or_compile, FIRST_TIERS["cpu"].options
+    real, options = compiler._load_or_compile, FIRST_TIERS[startup.platform()].options
+    clock = time.process_time if startup.platform() == "cpu" else time.perf_counter
 
     def compile_both(plan: Any, device: int, note: Any, *rest: Any) -> Any:
         taken = []
         for more in ((), options):
-            started = time.process_time()
+            started = clock()
             compiler._client.compile(plan.text(), device, plan.homes, more)
-            taken.append((time.process_time() - started) * 1e3)
+            taken.append((clock() - started) * 1e3)
         found[note["ops"], plan.key.digest[:8]] = taken[0], taken[1]
         return real(plan, device, note, *rest)
 

@@ -1,15 +1,18 @@
 """What the first tier's options change in the compile time, the launch time and the bits of small programs.
 
-The figures are CPU milliseconds of a compile and milliseconds of a launch, with the usual options, with each of the
-first tier's alone, and with all of them.
+The figures are milliseconds of a compile (CPU time on platform cpu, else wall time: a GPU's compiler runs programs to
+choose among them) and of a launch, with the usual options, with each of the first tier's alone, with others that were
+thought of, and with all of the first tier's.
 
     python benchmarks/compile_tiers.py            # what `runtime/compile/tiers.py` has
     python benchmarks/compile_tiers.py tanh conv
+    python benchmarks/compile_tiers.py --platform gpu
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import Any
 
@@ -22,6 +25,7 @@ from torchtpu.runtime.compile.tiers import FIRST_TIERS
 from torchtpu.runtime.device.client import Client
 
 _MANY = 1 << 20
+_OTHERS = {"cpu": (), "gpu": (("xla_backend_optimization_level", 0), ("xla_llvm_disable_expensive_passes", True))}
 
 
 def _conv(x: Any, w: Any, groups: int = 1) -> Any:
@@ -39,6 +43,7 @@ def _norm(x: Any) -> Any:
 
 PROGRAMS: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
     "add": (lambda x, y: x + y, [(_MANY,), (_MANY,)]),
+    "chain": (lambda x: functools.reduce(lambda y, i: jnp.tanh(y * 1.01 + i), range(15), x), [(_MANY,)]),
     "tanh": (jnp.tanh, [(_MANY,)]),
     "gelu": (lambda x: jax.nn.gelu(x, approximate=False), [(_MANY,)]),
     "norm": (_norm, [(1024, 1024)]),
@@ -59,10 +64,11 @@ def measure(client: Client, name: str, options: Any) -> tuple[float, float, list
     """Milliseconds of a compile and of a launch, and what comes out."""
     function, shapes = PROGRAMS[name]
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    text = jax.jit(function).trace(*avals).lower(lowering_platforms=("cpu",)).as_text()
-    started = time.process_time()
+    text = jax.jit(function).trace(*avals).lower(lowering_platforms=(client.lowering_platform,)).as_text()
+    clock = time.process_time if client.platform == "cpu" else time.perf_counter
+    started = clock()
     executable = client.compile(text, 0, (), options)
-    compile_ms = (time.process_time() - started) * 1e3
+    compile_ms = (clock() - started) * 1e3
     generator = torch.Generator().manual_seed(0)
     arguments = [client.upload(torch.rand(shape, generator=generator), 0) for shape in shapes]
     launches = []
@@ -78,9 +84,13 @@ def measure(client: Client, name: str, options: Any) -> tuple[float, float, list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", choices=[[], *PROGRAMS])
-    names = parser.parse_args().programs or list(PROGRAMS)
-    client, first = Client("cpu"), FIRST_TIERS["cpu"].options
-    columns = {"usual": (), **{f"{name}={value}": ((name, value),) for name, value in first}, "all": first}
+    parser.add_argument("--platform", choices=tuple(_OTHERS), default="cpu")
+    given = parser.parse_args()
+    names = given.programs or list(PROGRAMS)
+    client, first = Client(given.platform), FIRST_TIERS[given.platform].options
+    alone = {f"{name}={value}": ((name, value),) for name, value in (*first, *_OTHERS[given.platform])}
+    columns = {"usual": (), **alone, "all": first}
+    measure(client, names[0], ())  # the client's first program takes longer
     rows = [["program", *columns, "same bits"]]
     for name in names:
         found = [measure(client, name, options) for options in columns.values()]

@@ -20,6 +20,13 @@ from typing import Any
 BACKENDS = ("tpu", "cpu", "jax")
 ON_TPU = ("tpu", "compiled", "reads")  # "compiled": tpu with the model and the loss under torch.compile
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NPROC": "1"}
+# Its compiler has all cores, and other processes a part of its memory.
+ON_GPU = {
+    "TORCHTPU_PLATFORM": "gpu",
+    "JAX_PLATFORMS": "",
+    "NPROC": str(os.cpu_count()),
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
 
 
 def run_worker(script: str, backend: str, *words: str, **environment: str) -> dict[str, Any]:

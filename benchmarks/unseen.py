@@ -3,10 +3,12 @@
 A process per program and column; CPU seconds of all laps, and of processes that compile for them, CPU milliseconds of
 the median lap of the last quarter, and programs compiled in all and in that quarter. `warm` is a second process on the
 cache of the first. Where a program has an optimizer, 1.1 s of torch CPU's column are the import of torch._dynamo, which
-PyTorch's optimizers ask for where the device is not installed.
+PyTorch's optimizers ask for where the device is not installed. On a GPU all times are wall time, and the peer is torch
+CUDA.
 
     python benchmarks/unseen.py                     # all
     python benchmarks/unseen.py lists tree --laps 20
+    python benchmarks/unseen.py --platform gpu
 """
 
 from __future__ import annotations
@@ -280,7 +282,13 @@ PROGRAMS: dict[str, Callable[[str], Lap]] = {
 NOT_SUMMED = ("images", "tokens")
 
 
-def measure(device: str, program: str, laps: int) -> dict[str, float]:
+def _cpu_time() -> float:
+    """Seconds of this process and of those it has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def measure(device: str, program: str, laps: int, *, is_timed_by_wall: bool) -> dict[str, float]:
     """What so many laps cost this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -292,17 +300,17 @@ def measure(device: str, program: str, laps: int) -> dict[str, float]:
     else:
         compiled = lambda: 0
     torch.zeros(1, device=device).add(1).item()
-    begun, lap = time.process_time(), PROGRAMS[program](device)
+    clock = time.perf_counter if is_timed_by_wall else _cpu_time
+    begun, lap = clock(), PROGRAMS[program](device)
     for i in range(laps):
-        started = time.process_time()
+        started = clock()
         lap(i)
-        taken.append(time.process_time() - started)
+        taken.append(clock() - started)
         counts.append(compiled())
-    if device == "tpu":
-        torch.tpu.synchronize()
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if device != "cpu":
+        getattr(torch, device).synchronize()
     return {
-        "seconds": time.process_time() - begun + children.ru_utime + children.ru_stime,
+        "seconds": clock() - begun,
         "lap_ms": statistics.median(taken[late:]) * 1e3,
         "compiled": counts[-1],
         "late": counts[-1] - counts[late - 1],
@@ -313,26 +321,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", choices=[[], *PROGRAMS])
     parser.add_argument("--laps", type=int, default=40)
+    parser.add_argument("--platform", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    is_gpu = options.platform == "gpu"
     if options.worker:
-        print(json.dumps(measure(options.worker, options.programs[0], options.laps)))
+        print(json.dumps(measure(options.worker, options.programs[0], options.laps, is_timed_by_wall=is_gpu)))
         return
-    heads = ["program", "torch CPU, ms a lap", "torch CPU, s", "cold, s", "ms a late lap", "compiled, late", "warm, s"]
+    peer, name = ("cuda", "torch CUDA") if is_gpu else ("cpu", "torch CPU")
+    heads = ["program", f"{name}, ms a lap", f"{name}, s", "cold, s", "ms a late lap", "compiled, late", "warm, s"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
-    sums = {"torch CPU": 0.0, "cold": 0.0, "warm": 0.0}
+    sums = {name: 0.0, "cold": 0.0, "warm": 0.0}
     for program in options.programs or PROGRAMS:
         with tempfile.TemporaryDirectory() as cache:
-            words = program, "--laps", str(options.laps)
-            cpu, cold, warm = (
-                peers.run_worker(__file__, device, *words, TORCHTPU_CACHE_DIR=cache) for device in ("cpu", "tpu", "tpu")
+            words = program, "--laps", str(options.laps), "--platform", options.platform
+            environment = {"TORCHTPU_CACHE_DIR": cache, **(peers.ON_GPU if is_gpu else {})}
+            torchs, cold, warm = (
+                peers.run_worker(__file__, device, *words, **environment) for device in (peer, "tpu", "tpu")
             )
-        for name, found in zip(sums, (cpu, cold, warm), strict=True):
-            sums[name] += 0.0 if program in NOT_SUMMED else found["seconds"]
-        took = f"{cpu['lap_ms']:.2f} | {cpu['seconds']:.1f}"
+        for column, found in zip(sums, (torchs, cold, warm), strict=True):
+            sums[column] += 0.0 if program in NOT_SUMMED else found["seconds"]
+        took = f"{torchs['lap_ms']:.2f} | {torchs['seconds']:.1f}"
         row = f"| {program} | {took} | {cold['seconds']:.1f} | {cold['lap_ms']:.1f}"
         print(f"{row} | {cold['compiled']}, {cold['late']} | {warm['seconds']:.1f} |", flush=True)
-    added = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sums.items())
+    added = ", ".join(f"{column} {seconds:.1f} s" for column, seconds in sums.items())
     print(f"sums without {' and '.join(NOT_SUMMED)}: {added}")
 
 

@@ -26,7 +26,7 @@ from .compile.capacity import Capacity
 from .compile.compiler import Compiler, NotCompiledError
 from .compile.failing import failing
 from .compile.plan_cache import Plans
-from .compile.tiers import FIRST_TIERS, SWEEPS
+from .compile.tiers import DETERMINISTIC, FIRST_TIERS, SWEEPS
 from .compile.variants import NotBuiltError, RegionVariants, VariantBuilder
 from .device.client import Client
 from .device.process_group import ProcessGroup
@@ -134,6 +134,7 @@ class Engine:
             knob,
             sweep,
             first,
+            DETERMINISTIC.get(platform, ()),
             capacity,
             _PaddedPieces(Layouts(is_special), self.fragments, knob),
             planned,

@@ -104,6 +104,26 @@ def test_launches_pay_for_the_usual_form(
     assert (counters.regions_in_first_tier, counters.regions_promoted) == (1, 1)
 
 
+def test_what_has_to_be_deterministic_is_compiled_with_options_for_it(
+    monkeypatch: pytest.MonkeyPatch, loop: Callable[..., Loop]
+) -> None:
+    options, made = (("xla_cpu_enable_fast_math", False),), []
+    monkeypatch.setattr(engines, "DETERMINISTIC", {"cpu": options})
+    compile_ = Client.compile
+
+    def noted(client: Client, text: str, device: int, homes: Any = (), more: Options = ()) -> Any:
+        made.append(more)
+        return compile_(client, text, device, homes, more)
+
+    monkeypatch.setattr(Client, "compile", noted)
+    loop(deterministic=True).launch(2)
+    assert made == [options]
+    loop(tiers="off").launch(2)
+    assert made == [options, ()], "another program, with another key"
+    loop(deterministic=True).launch(1)
+    assert made == [options, ()], "found on disk"
+
+
 def test_what_is_repeated_is_paid_for_once(
     monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
 ) -> None:

@@ -79,10 +79,12 @@ def _made(op: Op) -> int:
     return sum(math.prod(made.sizes) for made in results_of(op))
 
 
-# Version 4. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
+# Version 5. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
 # for tpu by libtpu 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py; so is `op_ms` of cpu, by
-# benchmarks/compile_price.py. The README there has the figures. The others are estimates that no script measures. A
-# platform that is not named here was not measured, and has one tier.
+# benchmarks/compile_price.py. The options of gpu are measured by compile_tiers.py on an H200 with jaxlib 0.11.2, and
+# its `op_ms` is a third of what compile_price.py found there: such a machine has cores to spare. The README there has
+# the figures. The others are estimates that no script measures. A platform that is not named here was not measured, and
+# has one tier.
 FIRST_TIERS: Mapping[str, FirstTier] = {
     "cpu": FirstTier(
         (
@@ -119,7 +121,28 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         patience_ms=10_000.0,
         large_launches=8,
     ),
+    "gpu": FirstTier(
+        # Every matrix product and convolution is otherwise tried in many forms, on the device.
+        (("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", False)),
+        program_ms=10.0,
+        op_ms=4.0,
+        op_us=1.0,
+        element_ns=0.002,
+        padded_ns=0.002,
+        drawn_ns=0.002,
+        launch_us=45.0,
+        least_ops=5,
+        most_missing=0.78,
+        most_visits=4,
+        most_ops=500,
+        patience_ms=10_000.0,
+        large_launches=8,
+    ),
 }
+
+
+# What else makes programs give the same bits each time, where the usual options do not see to that.
+DETERMINISTIC: Mapping[str, Options] = {"gpu": (("xla_gpu_deterministic_ops", True),)}
 
 
 class Sweep(NamedTuple):

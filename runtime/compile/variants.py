@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchtpu.compiler_cache import Key, Store
+from torchtpu.runtime.device.client import Options
 from torchtpu.runtime.device.loaded import About, Loaded, Tier
 from torchtpu.runtime.execute.autotuner import FIRST, Autotuner, Config
 from torchtpu.runtime.execute.executable import Executable
@@ -84,8 +85,9 @@ class SpareTime:
 
 class VariantBuilder:
     """What the variants of all regions are made with. `sweep` is what to try on this platform, `first` is how new
-    programs are compiled there, None where there is nothing; `planned` hears of new pieces of regions that are not
-    looked at as a whole; options that could not be compiled once are `refused` from then on."""
+    programs are compiled there, None where there is nothing; `deterministic` are the options of programs that may not
+    depend on chance; `planned` hears of new pieces of regions that are not looked at as a whole; options that could not
+    be compiled once are `refused` from then on."""
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class VariantBuilder:
         knob: Callable[[str], Any],
         sweep: Sweep | None,
         first: FirstTier | None,
+        deterministic: Options,
         capacity: Callable[[], int],
         layouts: PieceLayouts,
         planned: Callable[[Program], Any],
@@ -109,6 +112,7 @@ class VariantBuilder:
         self.knob = knob
         self.sweep = sweep
         self.first = first
+        self.deterministic = deterministic
         self.stock = Stock(builder, plans, compiler, first, capacity, layouts)
         self.planned = planned
         self.refused: set[str] = set()
@@ -409,6 +413,8 @@ class RegionVariants:
             self._builder.counters.regions_in_first_tier += 1
             if self._pieces:
                 return self._submitted_pieces()
+        elif self._builder.is_deterministic():
+            options += self._builder.deterministic
         if options:
             found = [(program, plans.under(plan, options)) for program, plan in found]
         wish: dict[str, Any] = {"wisher": None if is_needed_now else made, "tier": _tier_of(config)}

@@ -49,10 +49,12 @@ class ClusterCosts(NamedTuple):
 
 # Version 2. For cpu: jaxlib 0.10.2 on two cores with AVX-512; `line_ms` and `square_ms` were measured by no script that
 # is kept, the others are estimates. What they lead to is measured by benchmarks/repeated_parts.py: first steps and warm
-# ones, in clusters and whole. For tpu: estimates from GPT-2's step (benchmarks/tpu_tiers.py).
+# ones, in clusters and whole. For tpu: estimates from GPT-2's step (benchmarks/tpu_tiers.py). For cuda: estimates from
+# what regions compiled on an H200 (benchmarks/compile_price.py).
 COSTS: Mapping[str, ClusterCosts] = {
     "cpu": ClusterCosts(line_ms=0.6, square_ms=1.6e-4, least_lines=150, least_saving_ms=200.0, most_carried=0.25),
     "tpu": ClusterCosts(line_ms=20.0, square_ms=0.0, least_lines=150, least_saving_ms=5000.0, most_carried=0.25),
+    "cuda": ClusterCosts(line_ms=3.0, square_ms=0.0, least_lines=150, least_saving_ms=1000.0, most_carried=0.25),
 }
 
 
