@@ -117,6 +117,25 @@ def test_what_watches_launches_is_told_of_each_one(calls: Calls, capfd: pytest.C
 
 
 @pytest.mark.usefixtures("one_tier")
+def test_launches_that_surely_fit_are_repeated_under_a_memory_limit_too(calls: Calls) -> None:
+    x = torch.ones(1 << 18, device="tpu")
+
+    def step() -> torch.Tensor:
+        made = torch.sinh(x)
+        torch.tpu.synchronize()
+        return made
+
+    with config.using(memory_limit=10 << 20):  # x and nine more
+        for _ in range(4):
+            step()
+        by_engine, by_device = during(calls, lambda: all(step() is not None for _ in range(40)))
+        with pytest.raises(torch.OutOfMemoryError):
+            _ = [step() for _ in range(12)]
+    assert by_device == 40 and 1 <= by_engine <= 20, "the engine counts what is alive where that might be too much"
+    assert step()[0].item() == pytest.approx(1.1752012)
+
+
+@pytest.mark.usefixtures("one_tier")
 def test_a_memory_limit_that_comes_later_is_kept(calls: Calls) -> None:
     x = torch.ones(1 << 18, device="tpu")
 

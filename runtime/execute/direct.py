@@ -32,12 +32,24 @@ class Step(NamedTuple):
     ints: StepNumbers | None
 
 
-def make(client: Any, context: Any, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int) -> _C.DirectLaunch:
-    """What launches these steps; `outputs` are the places of the work's own among `num_arrays`, inputs come first."""
+def make(
+    client: Any,
+    context: Any,
+    steps: Sequence[Step],
+    outputs: Sequence[int],
+    num_arrays: int,
+    *,
+    is_accounted: bool,
+) -> _C.DirectLaunch:
+    """What launches these steps; `outputs` are the places of the work's own among `num_arrays`, inputs come first.
+
+    Where it `is_accounted` for, the context is asked for memory and hears of each launch.
+    """
     direct = _C.DirectLaunch(client, context, context.counters.launched, client.array_type, list(outputs), num_arrays)
     for step in steps:
         executable = step.executable
         direct.add_step(
+            executable,
             executable.run,
             executable.handlers,
             list(step.inputs),
@@ -50,4 +62,6 @@ def make(client: Any, context: Any, steps: Sequence[Step], outputs: Sequence[int
             direct.give_floats(step.floats.taken)
         if step.ints is not None:
             direct.give_ints(step.ints.taken, list(step.ints.constants))
+    if is_accounted:
+        direct.account(sum(step.executable.needed_bytes for step in steps))
     return direct

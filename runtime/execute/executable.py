@@ -102,12 +102,19 @@ class LaunchContext(Protocol):
         """What to launch instead of what does not fit into memory; None where it does."""
 
     def may_launch_directly(self, work: Any) -> bool:
-        """Whether nobody hears of the work's launches, and each has run when it returns."""
+        """Whether nobody but `admit` hears of the work's launches."""
+
+    def is_accounted(self, device: int) -> bool:
+        """Whether it hears of each."""
+
+    def admit(self, device: int, nbytes: int) -> bool:
+        """Whether a launch that takes so many bytes surely has room; it has taken them then."""
 
     def launch_directly(
         self, executable: Executable, arrays: list[Any], floats: list[float], ints: list[int], device: int
     ) -> list[Any]:
-        """The outputs of a plain program whose inputs are all there; raises what the launch raises."""
+        """The outputs of a plain program whose inputs are all there, and that was admitted; raises what the launch
+        raises."""
 
     def run_alone(self, work: Any, executable: Executable) -> None:
         """Runs what does not depend on failed inputs of a program that no other rank takes part in."""
@@ -125,8 +132,11 @@ class LaunchContext(Protocol):
     def conclude(self, work: Any, executable: Executable, launched: Enqueued) -> None:
         """Tells the work what came of a launch on inputs that are sound."""
 
-    def repeating(self, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int) -> DirectLaunch:
-        """What launches these steps, without the engine: `outputs` are the places of the work's own arrays."""
+    def repeating(
+        self, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int, device: int
+    ) -> DirectLaunch | None:
+        """What launches these steps, without the engine: `outputs` are the places of the work's own arrays. None where
+        that is not possible."""
 
     def wait_until_idle(self, device: int) -> None:
         """Waits until everything launched so far has run, whatever came of it."""
@@ -208,13 +218,14 @@ class Executable:
     def direct(self, work: Any, context: LaunchContext) -> DirectLaunch | None:
         if self.offsets:  # which program it is hangs on the launch's numbers
             return None
-        if self._direct is None:
+        if self._direct is None or self._direct.is_accounted != context.is_accounted(work.device):
             arrays = range(len(self.inputs) + len(self.kind_of))
             made = arrays[len(self.inputs) :]
             floats, ints = (None if numbers is None else StepNumbers() for numbers in (work.floats, work.ints))
             step = Step(self, arrays[: len(self.inputs)], made, (), floats, ints)
-            self._direct = context.repeating([step], made, len(arrays))
-        self._direct.grant(ALWAYS)
+            self._direct = context.repeating([step], made, len(arrays), work.device)
+        if self._direct is not None:
+            self._direct.grant(ALWAYS)
         return self._direct
 
     def resume(self, work: Any, context: LaunchContext, stopped: Stopped) -> None:

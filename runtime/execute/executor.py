@@ -100,21 +100,30 @@ class Executor:
         executable.launch(work, self)
 
     def may_launch_directly(self, work: Any) -> bool:
-        """Whether nobody hears of the work's launches, and each has run when it returns."""
-        is_watched = self.observers or "launch" in self._knob("log") or self._memory.limit(work.device)
-        return self._client.runs_at_once and not is_watched
+        """Whether nobody but `admit` and `track` hears of the work's launches."""
+        return not self.observers and "launch" not in self._knob("log")
+
+    def is_accounted(self, device: int) -> bool:
+        """Whether these two hear of each."""
+        return bool(self._memory.limit(device)) or not self._client.runs_at_once
+
+    def admit(self, device: int, nbytes: int) -> bool:
+        """Whether a launch that takes so many bytes surely has room; it has taken them then."""
+        return self._memory.admit(device, nbytes)
 
     def launch_directly(
         self, executable: Executable, arrays: list[Any], floats: list[float], ints: list[int], device: int
     ) -> list[Any]:
-        """The outputs of a plain program whose inputs are all there; raises what the launch raises."""
+        """The outputs of a plain program whose inputs are all there, and that was admitted; raises what the launch
+        raises."""
         if executable.offsets:
             executable = executable.at(ints)
         if floats:
             arrays.append(self._numbers.of_floats(floats, device))
         if ints:
             arrays.append(self._numbers.of_ints(ints, device))
-        outputs, _ = self._client.execute(executable.run, arrays, executable.handlers)
+        outputs, token = self._client.execute(executable.run, arrays, executable.handlers)
+        self.track(device, executable, token, arrays, outputs)
         self.counters.launched.add(executable.about.tier)
         return outputs
 
@@ -210,17 +219,20 @@ class Executor:
             outputs, token = together(execute)
         if self._memory.limit(device):
             self._memory.note_launch(device, executable.needed_bytes)
-        if not client.runs_at_once:
-            self._track(device, executable, token, arguments, outputs)
+        self.track(device, executable, token, arguments, outputs)
         self._conclude(work, executable, (outputs, token), pending, failed, started)
 
     def conclude(self, work: Any, executable: Executable, launched: Enqueued) -> None:
         """Tells the work what came of a launch on inputs that are sound."""
         self._conclude(work, executable, launched, {}, 0, time.perf_counter())
 
-    def repeating(self, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int) -> DirectLaunch:
-        """What launches these steps, without the engine: see `make`."""
-        return make(self._client, self, steps, outputs, num_arrays)
+    def repeating(
+        self, steps: Sequence[Step], outputs: Sequence[int], num_arrays: int, device: int
+    ) -> DirectLaunch | None:
+        """What launches these steps, without the engine: see `make`. None where checks would have to be waited for."""
+        if not self._client.runs_at_once and any(step.executable.checks for step in steps):
+            return None
+        return make(self._client, self, steps, outputs, num_arrays, is_accounted=self.is_accounted(device))
 
     def has_passed(self, words: Any) -> bool:
         """Whether a launch's last output says that all its checks have passed."""
@@ -302,10 +314,12 @@ class Executor:
             elif ~i in kept and i in program.donated:
                 arguments[i] = client.upload(client.download(arguments[i]).clone(), device)
 
-    def _track(
+    def track(
         self, device: int, executable: Executable, token: Any, arguments: Sequence[Any], outputs: Sequence[Any]
     ) -> None:
-        """Notes a launch that may not have run, with what it holds where somebody counts that."""
+        """Notes a launch, unless it has run, with what it holds where somebody counts that."""
+        if self._client.runs_at_once:
+            return
         if self._memory.limit(device):
             output = weakref.ref(outputs[0]) if outputs else lambda: None
             self._memory.track(device, PendingLaunch(token, executable.hidden_bytes(arguments), arguments, output))

@@ -89,6 +89,18 @@ class Memory:
         """Notes that a launch takes so many bytes beyond its arguments."""
         self._most_used[device] += nbytes
 
+    def admit(self, device: int, nbytes: int) -> bool:
+        """Notes that a launch takes so many bytes, where that surely fits; whether it does. Counts nothing, never
+        waits."""
+        limit = self.limit(device)
+        if not limit:
+            return True
+        self._note_uploads(device)
+        if self._most_used[device] + nbytes > limit:
+            return False
+        self._most_used[device] += nbytes
+        return True
+
     def finish(self, device: int) -> None:
         """Waits until everything launched so far has run, and raises what its launch raised."""
         for flight in list(self._flights[device]):
@@ -102,9 +114,7 @@ class Memory:
     def has_room(self, device: int, needed: int, line: str) -> bool:
         """Whether so many more bytes fit; waits for launches to end and for others to let go, and drops caches."""
         limit = self.limit(device)
-        uploaded = self._client.uploaded_bytes[device]
-        self._most_used[device] += uploaded - self._uploaded[device]
-        self._uploaded[device] = uploaded
+        self._note_uploads(device)
 
         def fits() -> bool:
             self._most_used[device] = self.used(device)
@@ -128,6 +138,11 @@ class Memory:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
+
+    def _note_uploads(self, device: int) -> None:
+        uploaded = self._client.uploaded_bytes[device]
+        self._most_used[device] += uploaded - self._uploaded[device]
+        self._uploaded[device] = uploaded
 
     def used(self, device: int) -> int:
         """The bytes of a device's arrays and of the temporaries of launches that have not run."""

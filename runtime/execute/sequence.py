@@ -85,14 +85,15 @@ class Sequence:
     def direct(self, work: Any, context: Any) -> DirectLaunch | None:
         """What repeats a launch (see `DirectlyLaunchable`); None where a part is no plain program, or which one it is
         hangs on a launch's numbers."""
-        if self._direct is None:
+        if self._direct is None or self._direct.is_accounted != context.is_accounted(work.device):
             executables = [self._executable_of(number) for number in range(len(self.parts))]
             if not all(hasattr(executable, "direct") for executable in executables):
                 return None
             if any(e.offsets and part.ints for e, part in zip(executables, self.parts, strict=True)):
                 return None
-            self._direct = context.repeating(*self._steps(executables))
-        self._direct.grant(ALWAYS)
+            self._direct = context.repeating(*self._steps(executables), work.device)
+        if self._direct is not None:
+            self._direct.grant(ALWAYS)
         return self._direct
 
     @functools.cached_property
@@ -135,7 +136,9 @@ class Sequence:
         """Launches the parts in order; tells the work what came of it. A part that fails does so with the error that is
         `blamed`, where there is one. With a `context` what nothing is asked of but its outputs is launched directly."""
         direct = DirectLauncher(work, context) if context is not None and context.may_launch_directly(work) else None
-        self.go_on(self.begin(work, blamed, is_direct=direct is not None), 0, launch, direct)
+        self.go_on(
+            self.begin(work, blamed, is_direct=direct is not None and not direct.is_accounted), 0, launch, direct
+        )
 
     def begin(self, work: Any, blamed: Exception | None = None, *, is_direct: bool = True) -> State:
         """What is known before the first part."""
@@ -249,6 +252,7 @@ class DirectLauncher:
 
     def __init__(self, work: Any, context: Any) -> None:
         self.context = context
+        self.is_accounted = context.is_accounted(work.device)
         self._floats: Items[float] = work.floats.tolist() if work.floats is not None else ()
         self._ints: Items[int] = work.ints.tolist() if work.ints is not None else ()
 
@@ -256,7 +260,11 @@ class DirectLauncher:
         """Whether a part takes what the state has as it is, and nothing has failed."""
         if not getattr(executable, "is_plain", False) or not state.is_sound:
             return False
-        return not PaddedArray.exist or not any(isinstance(state.arrays[value], PaddedArray) for value in part.inputs)
+        if not state.uploads.isdisjoint(part.inputs):
+            return False
+        if PaddedArray.exist and any(isinstance(state.arrays[value], PaddedArray) for value in part.inputs):
+            return False
+        return not self.is_accounted or self.context.admit(state.device, executable.needed_bytes)
 
     def launch(self, state: State, part: Part | Piece, executable: Any) -> None:
         """Launches one, with what the state has, and gives it the outputs."""

@@ -102,6 +102,14 @@ py::list arguments_of(DirectStep& step, const Work& work, const DirectLaunch& di
   return arguments;
 }
 
+// Whether the launch surely has the memory that it takes, which then is its own.
+bool has_room(const DirectLaunch& direct, int device) {
+  if (!direct.needed_bytes) return true;
+  static PyObject* admit = interned("admit");
+  py::int_ on(device);
+  return call(direct.context.ptr(), admit, {on.ptr(), direct.needed_bytes.ptr()}).cast<bool>();
+}
+
 // What a step makes; where one of its checks has failed, `failed` is all that its launch returned.
 py::list run_step(DirectStep& step, const Work& work, const DirectLaunch& direct, const std::vector<py::object>& slots,
                   py::object& failed) {
@@ -111,6 +119,12 @@ py::list run_step(DirectStep& step, const Work& work, const DirectLaunch& direct
       call(direct.client.ptr(), execute, {step.executable.ptr(), arguments.ptr(), step.handlers.ptr()});
   auto outputs = py::reinterpret_borrow<py::list>(PyTuple_GetItem(launched.ptr(), 0));
   if (!outputs) throw py::error_already_set();
+  if (direct.needed_bytes) {
+    static PyObject* track = interned("track");
+    py::int_ device(work.device);
+    PyObject* token = PyTuple_GET_ITEM(launched.ptr(), 1);
+    call(direct.context.ptr(), track, {device.ptr(), step.program.ptr(), token, arguments.ptr(), outputs.ptr()});
+  }
   if (!step.has_checks) return outputs;
   static PyObject* has_passed = interned("has_passed");
   PyObject* words = PyList_GET_ITEM(outputs.ptr(), PyList_GET_SIZE(outputs.ptr()) - 1);
@@ -135,7 +149,7 @@ bool launch_directly(const WorkRef& ref) {
   auto held = py::reinterpret_borrow<py::object>(work.plan->direct_holder);
   DirectLaunch& direct = *work.plan->direct;
   std::vector<py::object> slots(direct.num_slots);
-  if (!take_inputs(work, direct, slots)) return false;
+  if (!take_inputs(work, direct, slots) || !has_room(direct, work.device)) return false;
   direct.left--;
   direct.taken++;
   for (size_t number = 0; number < direct.steps.size(); number++) {
@@ -197,16 +211,20 @@ void bind_direct(py::module& m) {
         return made;
       }))
       .def("add_step",
-           [](DirectLaunch& direct, py::object executable, py::object handlers, std::vector<int32_t> inputs,
-              std::vector<int32_t> outputs, std::vector<int32_t> dying, bool has_checks, const std::string& tier) {
+           [](DirectLaunch& direct, py::object program, py::object executable, py::object handlers,
+              std::vector<int32_t> inputs, std::vector<int32_t> outputs, std::vector<int32_t> dying, bool has_checks,
+              const std::string& tier) {
              int64_t* launches = &direct.counts->by_tier[tier];
              auto of_tier = std::find_if(direct.tiers.begin(), direct.tiers.end(),
                                          [&](auto& known) { return known.first == launches; });
              if (of_tier == direct.tiers.end()) of_tier = direct.tiers.insert(of_tier, {launches, 0});
              of_tier->second++;
-             direct.steps.push_back({std::move(executable), std::move(handlers), std::move(inputs), std::move(outputs),
-                                     std::move(dying), std::nullopt, std::nullopt, has_checks});
+             direct.steps.push_back({std::move(executable), std::move(handlers), std::move(program), std::move(inputs),
+                                     std::move(outputs), std::move(dying), std::nullopt, std::nullopt, has_checks});
            })
+      .def("account",
+           [](DirectLaunch& direct, py::int_ needed_bytes) { direct.needed_bytes = std::move(needed_bytes); })
+      .def_property_readonly("is_accounted", [](const DirectLaunch& direct) { return bool(direct.needed_bytes); })
       .def("give_floats",
            [](DirectLaunch& direct, std::optional<std::vector<int64_t>> taken) {
              DirectNumbers& numbers = direct.steps.back().floats.emplace();

@@ -1,7 +1,8 @@
 // Direct launches: in comes a work whose plan has been launched before, out go its buffers, without the engine between.
 //
 // What the engine found out once, which programs run in which order on which values, is kept with the plan.  A launch
-// takes this way where nothing is to be decided: no input has failed or is guarded, and no setting has changed since.
+// takes this way where nothing is to be decided: no input has failed or is guarded, what it takes of a limited memory
+// is surely there, and no setting has changed since.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -24,6 +25,7 @@ struct DirectNumbers {
 
 struct DirectStep {
   pybind11::object executable, handlers;
+  pybind11::object program;                     // what the context knows the executable as
   std::vector<int32_t> inputs, outputs, dying;  // slots
   std::optional<DirectNumbers> floats, ints;
   bool has_checks = false;  // the last output says which have failed
@@ -36,7 +38,8 @@ struct LaunchCounts {
 
 // The GIL is held wherever this is used.
 struct DirectLaunch {
-  pybind11::object client, context;  // `context` knows whether checks have passed
+  pybind11::object client, context;  // `context` knows whether checks have passed, and what of the memory is free
+  pybind11::object needed_bytes;     // beyond arguments, where the context accounts for memory and launches; else null
   std::shared_ptr<LaunchCounts> counts;
   PyTypeObject* array_type = nullptr;
   std::vector<DirectStep> steps;
