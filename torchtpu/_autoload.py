@@ -6,7 +6,6 @@ Its own module, because an entry point into the package itself would be looked u
 from __future__ import annotations
 
 import functools
-import gc
 import importlib.util
 import os
 import sys
@@ -71,13 +70,10 @@ def _is_command() -> bool:
 def _register() -> None:
     _refuse_rival()
     _check_build()
-    is_collecting = gc.isenabled()
-    gc.disable()  # what is imported lives as long as the process; torch's own objects make each collection slow
-    try:
+    from torchtpu.runtime.device.garbage import not_collected
+
+    with not_collected():
         _install()
-    finally:
-        if is_collecting:
-            gc.enable()
 
 
 def _install() -> None:

@@ -10,6 +10,8 @@ import importlib
 import sys
 from typing import Any
 
+from .garbage import not_collected
+
 
 class LazyModule:
     """A module that is imported at its first attribute access."""
@@ -34,8 +36,15 @@ def forget_threads() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
+def load() -> None:
+    """Imports jax, if nobody has."""
+    if "jax" not in sys.modules:
+        with not_collected():
+            importlib.import_module("jax")
+
+
 def import_all() -> None:
-    """Imports jax now."""
+    """Imports jax now, with all that is used of it."""
     for module in [m for m in globals().values() if isinstance(m, LazyModule)]:
         importlib.import_module(module._name)
 

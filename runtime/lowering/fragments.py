@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from torchtpu.compiler_cache import Key, Note, Store
+from torchtpu.runtime.device import jax_modules
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.calls import LoweringEntry, Lowerings, Parameter, describe_results, parameters, results_of
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
@@ -180,6 +181,8 @@ class Fragments:
 
     def _trace_most(self, waiting: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
         """The fragments of all ops: as many are traced as make templates for the others."""
+        if waiting:
+            jax_modules.load()
         general = [key for key, (op, entry) in waiting.items() if op.padding is None and entry.persists]
         others = dict.fromkeys(self._learned.others(general))
         made = self._trace({key: waiting[key] for key in waiting if key not in others}, watched)
