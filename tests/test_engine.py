@@ -511,6 +511,14 @@ def test_registry_lowerings_run_through_the_engine() -> None:
     engine.close()
 
 
+def test_who_holds_what_no_output_fits_makes_no_other_program(engine: Engine) -> None:
+    with Record() as record:
+        x, y = record.input(torch.ones(4, 6)), record.input(torch.ones(6))
+        z = x[0] + y
+    texts = [text_of(engine, record.program(z, donated=donated)) for donated in ((), (0,), (0, 1), (1,))]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
 def test_donated_inputs_become_outputs(engine: Engine) -> None:
     with Record() as record:
         x, y = record.input(torch.randn(64, 64)), record.input(torch.randn(64, 64))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import re
 from collections import Counter
@@ -530,18 +531,27 @@ class _Writer:
         return "%failed"
 
     def _donations(self) -> dict[int, str]:
-        """An input that nobody else holds gives its memory to its own newest version, else to any output that fits."""
-        program = self._program
-        attributes = dict.fromkeys(program.donated, " {jax.buffer_donor = true}")
+        """An input that nobody else holds gives its memory to its own newest version, else to any output of as many
+        elements: where there is none, whether somebody holds the input makes no other program."""
+        program, donated = self._program, {*self._program.donated}
+        attributes: dict[int, str] = {}
+        sizes = set[tuple[int, torch.dtype]]()  # of outputs that have no memory yet
         for k, value in enumerate(program.outputs):
             root = self._roots.get(value)
-            if root in attributes and value != ~root and self._layouts[value] == program.inputs[root]:
+            if root in donated and value != ~root and self._layouts[value] == program.inputs[root]:
                 attributes[root] = f" {{tf.aliasing_output = {k} : i32}}"
-        return attributes
+            else:
+                sizes.add(_elements_of(self._layouts[value]))
+        donors = {i for i in donated - attributes.keys() if _elements_of(program.inputs[i]) in sizes}
+        return attributes | dict.fromkeys(donors, " {jax.buffer_donor = true}")
 
     def _next(self) -> int:
         self._count += 1
         return self._count
+
+
+def _elements_of(base: Base) -> tuple[int, torch.dtype]:
+    return math.prod(base.shape), base.dtype
 
 
 def _is_whole(tensor: Operand | Result | Write, base: Base) -> bool:
