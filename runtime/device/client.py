@@ -40,6 +40,7 @@ Aval = tuple[tuple[int, ...], torch.dtype]
 Options = tuple[tuple[str, bool | int | str], ...]  # of XLA, by name
 
 _POLL_SECONDS = 1e-3
+_LATE = 0.05  # of its time that a wait may last longer, about
 _NEVER_SECONDS = 10 * 365 * 24 * 3600
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # of mallopt(3)
 _COMPILES_BETWEEN_TRIMS = 32
@@ -250,6 +251,8 @@ class Client:
 
     def download(self, array: Any) -> torch.Tensor:
         """A contiguous CPU tensor of the array's contents (on the CPU platform of its memory); waits for it."""
+        if self.platform != "cpu":
+            array.copy_to_host_async()  # as soon as it is ready, not when somebody has seen that
         self.wait(array)
         if self.platform == "cpu":
             tensor: torch.Tensor = torch._C._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array))
@@ -267,7 +270,7 @@ class Client:
             pause = 1e-5
             while not array.is_ready():
                 time.sleep(pause)
-                pause = min(2 * pause, _POLL_SECONDS)
+                pause = min((1 + _LATE) * pause, _POLL_SECONDS)
         array.block_until_ready()
 
     def aval(self, array: Any) -> Aval:
