@@ -73,7 +73,11 @@ class Executor:
         for, and nothing has to be made."""
         if work.build_error is not None or (work.executable.takes_padding and self._knob("check") != "off"):
             return False
-        return work.executable.is_prompt and not self._memory.limit(work.device)
+        if not work.executable.is_prompt or not self._memory.limit(work.device):
+            return bool(work.executable.is_prompt)
+        launched = getattr(work.executable, "variant", work.executable)
+        needed = getattr(launched, "needed_bytes", None)
+        return self._client.runs_at_once and needed is not None and self._memory.has_surely(work.device, needed)
 
     def start(self, work: Any) -> None:
         """Launches what the recorder cut, but for a work that `is_ahead` of earlier ones where these may be the worse

@@ -90,16 +90,17 @@ class Memory:
         self._most_used[device] += nbytes
 
     def admit(self, device: int, nbytes: int) -> bool:
-        """Notes that a launch takes so many bytes, where that surely fits; whether it does. Counts nothing, never
-        waits."""
+        """Notes that a launch takes so many bytes, where that surely fits; whether it does."""
+        is_admitted = self.has_surely(device, nbytes)
+        if is_admitted:
+            self.note_launch(device, nbytes)
+        return is_admitted
+
+    def has_surely(self, device: int, nbytes: int) -> bool:
+        """Whether so many more bytes fit, as far as that is known without counting."""
         limit = self.limit(device)
-        if not limit:
-            return True
         self._note_uploads(device)
-        if self._most_used[device] + nbytes > limit:
-            return False
-        self._most_used[device] += nbytes
-        return True
+        return not limit or self._most_used[device] + nbytes <= limit
 
     def finish(self, device: int) -> None:
         """Waits until everything launched so far has run, and raises what its launch raised."""

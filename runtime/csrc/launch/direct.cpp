@@ -143,6 +143,8 @@ bool is_direct(const Work& work) {
          direct->is_deterministic == at::globalContext().deterministicAlgorithms() && !work.transaction->error;
 }
 
+bool waits_for_nothing(const Work& work) { return is_direct(work) && !work.plan->direct->needed_bytes; }
+
 bool launch_directly(const WorkRef& ref) {
   Work& work = *ref;
   if (!is_direct(work)) return false;

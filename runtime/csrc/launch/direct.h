@@ -56,6 +56,8 @@ struct DirectLaunch {
 void forget_direct_launches();
 // Whether the work would be launched directly.
 bool is_direct(const Work& work);
+// Whether it would, and nothing is to be waited for then.
+bool waits_for_nothing(const Work& work);
 // Launches the work, if that may be done directly; whether it was.
 bool launch_directly(const WorkRef& work);
 // The engine goes on with the work from this step on, which was not launched for an error, or of which a check has

@@ -341,7 +341,9 @@ bool launch_quick_front() {
   if (!work || !work->plan || !work->plan->is_quick) return false;
   AcquireGil gil;
   SignalsDeferred deferred;
-  if (is_main_thread() && work->plan->state == Plan::kReady && !is_direct(*work) && !is_prompt(work)) return false;
+  if (is_main_thread() && work->plan->state == Plan::kReady && !waits_for_nothing(*work) && !is_prompt(work)) {
+    return false;
+  }
   launch_front(work);
   return true;
 }
