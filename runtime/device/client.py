@@ -251,12 +251,12 @@ class Client:
 
     def download(self, array: Any) -> torch.Tensor:
         """A contiguous CPU tensor of the array's contents (on the CPU platform of its memory); waits for it."""
-        if self.platform != "cpu":
-            array.copy_to_host_async()  # as soon as it is ready, not when somebody has seen that
-        self.wait(array)
         if self.platform == "cpu":
+            self.wait(array)
             tensor: torch.Tensor = torch._C._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array))
             return tensor
+        array.copy_to_host_async()  # as soon as it is ready, not when somebody has seen that
+        self.wait(array)
         return _from_numpy(np.asarray(array))
 
     def is_ready(self, array: Any) -> bool:
