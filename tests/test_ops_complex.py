@@ -41,3 +41,10 @@ def test_powers_of_a_number_at_infinity_and_nan(base: complex) -> None:
 @pytest.mark.parametrize("power", [torch.pow, torch.float_power])
 def test_powers_of_each_to_each(power: Callable[..., torch.Tensor]) -> None:
     assert_as_cpu(lambda x: power(x[:, None], x[None]), torch.complex64)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS, ids=str)
+@pytest.mark.parametrize("name", ["pow_", "float_power_"])
+def test_powers_in_place_at_infinity_and_nan(name: str, exponent: complex) -> None:
+    dtype = torch.complex64 if name == "pow_" else torch.complex128
+    assert_as_cpu(lambda x: getattr(x.clone(), name)(exponent), dtype)

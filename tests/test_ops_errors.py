@@ -237,3 +237,12 @@ def test_indices_and_offsets_of_a_bag_may_differ_in_dtype() -> None:
         for expected, got in zip(run("cpu", mode), run("tpu", mode), strict=True):
             assert got.dtype == expected.dtype
             torch.testing.assert_close(got.cpu(), expected)
+
+
+def test_integers_to_negative_powers_are_refused_in_place_as_well() -> None:
+    x = torch.tensor([1, 2, 3], device="tpu")
+    for _ in range(2):
+        for exponent in (0, 2):
+            x.pow_(exponent)
+        with pytest.raises(RuntimeError, match="Integers to negative integer powers"):
+            x.pow_(-1)

@@ -2,6 +2,8 @@
 
 #include <torch/library.h>
 
+#include <set>
+
 #include "record/unboxed.h"
 
 namespace torchtpu {
@@ -10,12 +12,13 @@ namespace {
 
 auto* kernels = new std::unordered_map<std::string, const RecordKernel*>();
 
-std::string argument_types(const c10::FunctionSchema& schema) {
-  std::string text;
+// In no order: polygamma takes its number first, polygamma_ second.
+std::set<std::string> argument_types(const c10::FunctionSchema& schema) {
+  std::set<std::string> types;
   for (const auto& arg : schema.arguments()) {
-    if (!arg.is_out()) text += arg.name() + ":" + arg.real_type()->str() + ",";
+    if (!arg.is_out()) types.insert(arg.name() + ":" + arg.real_type()->str());
   }
-  return text;
+  return types;
 }
 
 bool has_out(const c10::FunctionSchema& schema) {
@@ -49,12 +52,14 @@ Overloads aten_overloads() {
   return overloads;
 }
 
-// The functional op itself, its in-place form and its out= form.
+// The functional op itself, its in-place form and its out= form.  Names of overloads do not tell: pow_.Scalar is the
+// in-place form of pow.Tensor_Scalar.
 std::vector<c10::OperatorHandle> variants_of(const c10::OperatorHandle& handle, const Overloads& overloads) {
   std::vector<c10::OperatorHandle> found{handle};
   const auto& schema = handle.schema();
   if (is_mutable(schema)) return found;
-  std::string name = schema.name().substr(6), types = argument_types(schema);
+  std::string name = schema.name().substr(6);
+  auto types = argument_types(schema);
   if (auto it = overloads.find(name); it != overloads.end()) {
     for (const auto& other : it->second) {
       if (has_out(other.schema()) && argument_types(other.schema()) == types) found.push_back(other);
@@ -62,9 +67,7 @@ std::vector<c10::OperatorHandle> variants_of(const c10::OperatorHandle& handle, 
   }
   if (auto it = overloads.find(name + "_"); it != overloads.end()) {
     for (const auto& other : it->second) {
-      if (other.schema().overload_name() == schema.overload_name() && is_mutable(other.schema())) {
-        found.push_back(other);
-      }
+      if (is_mutable(other.schema()) && argument_types(other.schema()) == types) found.push_back(other);
     }
   }
   return found;
