@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -246,3 +246,60 @@ def test_integers_to_negative_powers_are_refused_in_place_as_well() -> None:
             x.pow_(exponent)
         with pytest.raises(RuntimeError, match="Integers to negative integer powers"):
             x.pow_(-1)
+
+
+WARNED: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "index_fill_ of one element": (
+        "Use of index_fill_ on expanded",
+        lambda on: torch.ones(1, device=on).expand(3).index_fill_(0, torch.tensor([0, 1], device=on), 2.0),
+    ),
+    "index_put_ of one element": (
+        "Use of index_put_ on expanded",
+        lambda on: torch.ones(1, device=on).expand(3).index_put_((torch.tensor([0, 1], device=on),), *ones(on, (2,))),
+    ),
+    "masked_fill_ of one element": (
+        "Use of masked_fill_ on expanded",
+        lambda on: torch.ones(1, device=on).expand(3).masked_fill_(torch.ones(3, device=on).bool(), 2.0),
+    ),
+    "the deviation of nothing": ("degrees of freedom", lambda on: torch.var(torch.ones(0, 3, device=on), 0)),
+    "where of bytes": (
+        "uint8 condition",
+        lambda on: torch.where(torch.ones(3, dtype=torch.uint8, device=on), *ones(on, (3,), (3,))),
+    ),
+    "a cast of complex numbers": ("discards the imaginary part", lambda on: torch.ones(3, device=on).cfloat().float()),
+    "a copy of complex numbers": (
+        "discards the imaginary part",
+        lambda on: torch.ones(3, device=on).copy_(torch.ones(3, device=on).cfloat()),
+    ),
+}
+
+
+@pytest.fixture
+def warn_always() -> Iterator[None]:
+    """A process warns of some things once."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
+@pytest.mark.usefixtures("warn_always")
+@pytest.mark.parametrize("name", WARNED)
+def test_calls_warn_of_what_the_cpu_warns_of(name: str) -> None:
+    words, call = WARNED[name]
+    for on in ("cpu", "tpu"):
+        with pytest.warns(UserWarning, match=words) as caught:
+            call(on)
+        assert len(caught) == 1
+
+
+def test_complex_numbers_become_booleans_without_a_warning() -> None:
+    assert torch.ones(3, device="tpu").cfloat().bool().all()
+
+
+@pytest.mark.usefixtures("warn_always")
+def test_a_result_that_is_resized_warns_once() -> None:
+    x = torch.ones(4, device="tpu")
+    with pytest.warns(UserWarning, match="resized") as caught:
+        torch.add(x[:0], 1, out=x)
+    assert len(caught) == 1

@@ -155,6 +155,8 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   TORCH_CHECK(self.defined() && src.defined(), "copy_: undefined tensor");
   if (self.is_same(src) || is_same_view(self, src)) return self;
   if (is_tpu(self) && is_tpu(src) && self.device() == src.device()) {
+    if (src.is_complex() && !self.is_complex() && self.scalar_type() != at::kBool)
+      TORCH_WARN_ONCE("Casting complex values to real discards the imaginary part");
     copy_on_device(self, src);
   } else if (is_tpu(self)) {
     TORCH_CHECK(is_tpu(src) || src.device().is_cpu(), "copy_: cannot copy from ", src.device(), " to ", self.device());

@@ -43,13 +43,16 @@ class PlainDispatch {
   c10::impl::ExcludeDispatchKeyGuard exclude_{modes()};
 };
 
-// A trial run warns of nothing; the call itself does.
+// A trial run warns of nothing where the call itself does.
 class Silence {
   struct Handler final : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   } handler_;
   c10::WarningUtils::WarningHandlerGuard guard_{&handler_};
 };
+
+// The warnings of kernels are lost with them; those of resized results are not, which shape functions give.
+bool loses_warnings(const OpInfo& info) { return !info.may_resize; }
 
 using Convert = std::function<at::Tensor(const at::Tensor&)>;
 
@@ -197,8 +200,9 @@ bool has_cpu_kernel(const c10::OperatorHandle& op) {
 }
 
 // torch's meta kernels are Python with wordings of their own: the CPU kernel's error is the one users know.
-void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
-  Silence silence;
+void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_warn = false) {
+  std::optional<Silence> silence;
+  if (!may_warn) silence.emplace();
   SharedArgs shared(at::kCPU);
   Stack stack = convert_args(info, args, at::kCPU, std::ref(shared));
   op.callBoxed(&stack);
@@ -206,7 +210,7 @@ void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IV
 
 // Which overlaps matter, and what an op does to nothing, differs from op to op: the CPU kernel knows.
 void check_overlap(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
-  if (may_ask_cpu) return raise_cpu_error(info, op, args);
+  if (may_ask_cpu) return raise_cpu_error(info, op, args, loses_warnings(info));
   for (size_t i = 0; i < info.args.size(); i++) {
     if (!info.args[i].is_written || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
     at::assert_no_internal_overlap(args[i].toTensor());
@@ -220,8 +224,9 @@ void check_overlap(const OpInfo& info, const c10::OperatorHandle& op, const IVal
 }
 
 // Runs the op on one element of each argument; returns its results.
-Stack try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
-  Silence silence;
+Stack try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_warn = false) {
+  std::optional<Silence> silence;
+  if (!may_warn) silence.emplace();
   Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) {
     return at::ones(c10::SmallVector<int64_t, 5>(t.dim(), 1), t.options().device(at::kCPU));
   });
@@ -298,7 +303,7 @@ Stack check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   Refuses refuses = may_refuse(info, op, args);
   if (refuses == Refuses::kNothing || !has_cpu_kernel(op)) return {};
   try {
-    return try_on_cpu(info, op, args);
+    return try_on_cpu(info, op, args, loses_warnings(info) && op.hasTag(at::Tag::pointwise));
   } catch (const c10::Error& error) {  // perhaps for the shapes that were made up here
     if (lacks_kernel(info, error) || (refuses == Refuses::kDtype && !is_refusal(error))) return {};
     if (may_ask_cpu) {
