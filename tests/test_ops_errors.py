@@ -303,3 +303,24 @@ def test_a_result_that_is_resized_warns_once() -> None:
     with pytest.warns(UserWarning, match="resized") as caught:
         torch.add(x[:0], 1, out=x)
     assert len(caught) == 1
+
+
+DIVISIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fmod into nothing": lambda x: torch.fmod(x, x - 1, out=torch.empty(0, dtype=torch.int64, device=x.device)),
+    "remainder into nothing": lambda x: torch.remainder(x, x - 1, out=torch.empty(0, dtype=x.dtype, device=x.device)),
+    "div into nothing": lambda x: torch.div(
+        x, x - 1, rounding_mode="floor", out=torch.empty(0, dtype=x.dtype, device=x.device)
+    ),
+    "remainder_ by itself": lambda x: x.remainder_(x),
+    "floor_divide_ by itself": lambda x: x.floor_divide_(x),
+    "fmod_ by a part of itself": lambda x: x[:1].fmod_(x[1:2]),
+    "cholesky_inverse into nothing": lambda x: torch.cholesky_inverse(
+        torch.diag(x.float()), out=torch.empty(0, device=x.device)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_the_trial_of_a_call_does_not_refuse_values_that_it_made_up(name: str) -> None:
+    expected, found = (DIVISIONS[name](torch.tensor([4, 5, 7], device=on)) for on in ("cpu", "tpu"))
+    torch.testing.assert_close(found.cpu(), expected)
