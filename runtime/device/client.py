@@ -255,7 +255,7 @@ class Client:
             self.wait(array)
             tensor: torch.Tensor = torch._C._from_dlpack(_jax.buffer_to_dlpack_managed_tensor(array))
             return tensor
-        array.copy_to_host_async()  # as soon as it is ready, not when somebody has seen that
+        array._copy_single_device_array_to_host_async()  # as soon as it is ready, not when somebody has seen that
         self.wait(array)
         return _from_numpy(np.asarray(array))
 
