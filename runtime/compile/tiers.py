@@ -89,7 +89,6 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
     "cpu": FirstTier(
         (
             ("xla_backend_optimization_level", 0),
-            ("xla_cpu_parallel_codegen_split_count", 1),
             *((("xla_cpu_use_fusion_emitters", False),) if HAS_FUSION_EMITTERS_OPTION else ()),
         ),
         program_ms=5.0,
