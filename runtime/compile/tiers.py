@@ -40,12 +40,12 @@ class FirstTier(NamedTuple):
     padded_ns: float
     drawn_ns: float
     launch_us: float
-    least_ops: int
-    most_missing: float
-    most_visits: int
-    most_ops: int
-    patience_ms: float
-    large_launches: int
+    least_ops: int = 5
+    most_missing: float = 0.78
+    most_visits: int = 4
+    most_ops: int = 500
+    patience_ms: float = 10_000.0
+    large_launches: int = 8
 
     def may_divide(self, program: Program, *, is_often_new: bool) -> bool:
         """Whether a program may be made of pieces: should a part of a padded one fail, the whole could not be run as it
@@ -98,12 +98,6 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         padded_ns=12.0,
         drawn_ns=350.0,
         launch_us=15.0,
-        least_ops=5,
-        most_missing=0.78,
-        most_visits=4,
-        most_ops=500,
-        patience_ms=10_000.0,
-        large_launches=8,
     ),
     "tpu": FirstTier(
         (("optimization_level", 19),),  # XLA's O1
@@ -114,12 +108,6 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         padded_ns=0.02,
         drawn_ns=0.02,
         launch_us=15.0,
-        least_ops=5,
-        most_missing=0.78,
-        most_visits=4,
-        most_ops=500,
-        patience_ms=10_000.0,
-        large_launches=8,
     ),
     "gpu": FirstTier(
         # Every matrix product and convolution is otherwise tried in many forms, on the device.
@@ -131,12 +119,6 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         padded_ns=0.002,
         drawn_ns=0.002,
         launch_us=45.0,
-        least_ops=5,
-        most_missing=0.78,
-        most_visits=4,
-        most_ops=500,
-        patience_ms=10_000.0,
-        large_launches=8,
     ),
 }
 
