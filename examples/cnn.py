@@ -82,11 +82,11 @@ class ResNet(nn.Module):
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]], device: str) -> float:
+def accuracy(model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]], device: str, dtype: torch.dtype) -> float:
     model.eval()
     right = torch.zeros((), dtype=torch.int64, device=device)
     for images, digits in loader:
-        right += (model(images.to(device)).argmax(1) == digits.to(device)).sum()
+        right += (model(images.to(device, dtype)).argmax(1) == digits.to(device)).sum()
     model.train()
     return right.item() / len(loader.dataset)  # type: ignore[arg-type]
 
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
@@ -105,18 +106,20 @@ def main() -> None:
     a = parser.parse_args()
 
     torch.manual_seed(a.seed)
+    dtype = getattr(torch, a.dtype)
     training = DataLoader(
         Digits(a.steps * a.batch), a.batch, num_workers=a.workers, pin_memory=a.device != "cpu", drop_last=True
     )
     held_out = DataLoader(Digits(512, first=10**9), 128, num_workers=a.workers)
-    model = ResNet(a.width, a.dropout).to(a.device)
+    model = ResNet(a.width, a.dropout).to(a.device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=a.lr, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, a.steps)
-    losses = torch.zeros(a.steps, device=a.device)
+    losses = torch.zeros(a.steps, device=a.device, dtype=dtype)
 
     started = time.perf_counter()
     for step, (images, digits) in enumerate(training):
-        loss = F.cross_entropy(model(images.to(a.device, non_blocking=True)), digits.to(a.device, non_blocking=True))
+        images, digits = images.to(a.device, dtype, non_blocking=True), digits.to(a.device, non_blocking=True)
+        loss = F.cross_entropy(model(images), digits)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -128,7 +131,7 @@ def main() -> None:
     if a.losses:
         a.losses.write_text("\n".join(map(repr, losses.tolist())) + "\n")
     else:
-        print(f"{100 * accuracy(model, held_out, a.device):.1f} % of 512 unseen digits read correctly")
+        print(f"{100 * accuracy(model, held_out, a.device, dtype):.1f} % of 512 unseen digits read correctly")
 
 
 if __name__ == "__main__":

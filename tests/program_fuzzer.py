@@ -305,7 +305,7 @@ WRITES = templates(
 {x}.index_fill_({d}, torch.tensor([0], device=device), 5)|{x}.scatter_({d}, {y}.argmax({d}, keepdim=True), 1)
 {x}.index_add_(0, torch.tensor([0, -1], device=device) % {x}.shape[0], {x}[:2].clone())|torch.add({x}, {y}, out={x})
 {x}[:-1] = {x}[1:].clone()|torch.mul({x}, 2, out={x})|torch.sin({x}, out={x})|torch.sum({x}.clone(), {d}, out={y})
-{x}.index_put_((torch.tensor([0], device=device),), {y}[0], accumulate=True)|{x}.view(-1)[::3] = 7
+{x}.index_put_((torch.tensor([0], device=device),), {y}[0].clone(), accumulate=True)|{x}.view(-1)[::3] = 7
 {x}.diagonal().fill_(1)|{x}.resize_(3, 3).fill_(1)|{x}.set_({y})|{x}.data = {y}|{x}.transpose_(0, 1)
 {x}.unsqueeze_(0)
 """

@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -813,3 +814,12 @@ def test_what_many_padded_programs_read_is_copied_once() -> None:
     before = counted("arrays_moved")
     same_on_both(loop)
     assert counted("arrays_moved") - before <= 12, "of 36 regions"
+
+
+def test_what_counts_of_an_array_that_a_piece_padded_further() -> None:
+    kept: list[Any] = []
+    work = SimpleNamespace(ints=None, keep=lambda output, array, guard: kept.append(array))
+    padded = SimpleNamespace(executable=None, program=None, shapes=[], outputs={0: (2, 4)}, ints=lambda given: given)
+    values = torch.arange(32.0).reshape(8, 4)
+    arrays.PaddedWork(work, padded).keep(0, arrays.PaddedArray(HostArray(values), (3, 4)), None)
+    assert torch.equal(arrays.download(OnHost(), kept[0]), values[:2])

@@ -244,7 +244,10 @@ class PaddedWork:
 
     def _made(self, output: int, array: Any) -> Any:
         shape = self._padded.outputs.get(output)
-        return array if shape is None else PaddedArray(array, shape)
+        if shape is None:
+            return array
+        # A piece of the program may be padded further.
+        return PaddedArray(array.array if isinstance(array, PaddedArray) else array, shape)
 
 
 def _forget(known: dict[tuple[int, Shape], Any], key: tuple[int, Shape], _: Any) -> None:

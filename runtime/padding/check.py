@@ -14,7 +14,7 @@ from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.calls import full_name, results_of
 from torchtpu.runtime.ir.program import Program
 
-from .arrays import PaddedWork
+from .arrays import PaddedWork, download
 
 
 class SecondLaunch:
@@ -63,7 +63,7 @@ class SecondLaunch:
             program.outputs[k]
             for k, (one, other, shape) in enumerate(zip(arrays, self._arrays, shapes, strict=True))
             if _has_failed(guards, k) != _has_failed(self._guards, k)
-            or not _are_equal(*(_counting(self._client.download(array), shape) for array in (one, other)))
+            or not _are_equal(*(_counting(download(self._client, array), shape) for array in (one, other)))
         }
         for op in program.ops:
             if any(made.value in differing for made in results_of(op)):
