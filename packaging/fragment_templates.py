@@ -6,9 +6,13 @@
 The ops are those that `ordinary` calls. One becomes a template where
 
 - tracing it decides nothing by a size, on any platform: it is traced with sizes of which nothing is known but that they
-  are at least 2 (jax's symbolic dimensions) and, where the template is for single sizes, that they differ, and
+  are at least 2 (jax's symbolic dimensions); where that decides that two single sizes differ, the template says so, and
 - filled in with other sizes, small and large, equal ones and some of 0 and 1 where that makes no other description, the
   template is to the letter what tracing with those sizes gives.
+
+Sizes of less than 20, such as those of kernels, and usual ones of attention's heads stay as they are. An op with
+padding becomes a template where the op without it decides nothing by a size, and tracing gives the template for several
+capacities, wide and narrow bounds.
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,20 +42,37 @@ import torch.nn.functional as F
 
 from torchtpu import ops, startup
 from torchtpu.runtime import _C
-from torchtpu.runtime.ir.calls import LoweringEntry, describe_results, parameters
+from torchtpu.runtime.ir.calls import LoweringEntry, describe_results, parameters, results_of
 from torchtpu.runtime.ir.list_ops import take_apart
-from torchtpu.runtime.ir.program import Base, Op
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, PaddedExtent, Program, Symbolic
 from torchtpu.runtime.lowering import learned_templates, templates, tracing
-from torchtpu.runtime.lowering.templates import SHAPE, FragmentTemplate
+from torchtpu.runtime.lowering.templates import FragmentTemplate
 from torchtpu.runtime.padding.evaluate import Symbols
+from torchtpu.runtime.padding.layout import Layouts, Outline
+from torchtpu.runtime.partition import pieces
 
 FOLDER = Path(ops.__path__[0], "templates")
 PLATFORMS = ("cpu", "cuda", "tpu")
 
-A, B, C, D = 23, 29, 31, 37  # sizes of the ordinary ops, which have no other number like these
+A, B, C, D = 21, 29, 97, 103  # sizes of the ordinary ops, which have no other number like these
 E = 41
-SENTINELS = learned_templates.SENTINELS[:6]
-SIZES = (2, 3, 5, 7, 11, 13), (7, 4, 3, 2, 9, 5), (16, 64, 32, 8, 2, 48), (65537, 33, 2, 12, 5, 21)
+ANY = 43  # an int that is no size
+HEADS = (16, 32, 64, 128)  # sizes of attention's heads, of which it takes the root
+LITERAL = {*map(str, (*range(20), *HEADS))}
+# Tens, whose products have few digits.
+SENTINELS = (1010, 1030, 1070, 1090, 1130, 1270, 1310, 1370)
+SIZES = (
+    (2, 3, 5, 7, 11, 13, 17, 19), (7, 4, 3, 2, 9, 5, 6, 8), (16, 64, 32, 8, 2, 48, 4, 128),
+    (65537, 33, 2, 12, 5, 21, 100, 10),
+)  # fmt: skip
+EQUAL = (6,) * 8
+FEWER, MORE = 150, 181  # sizes of what changes
+# Sizes that do not change, a capacity, the least size that has it, and how much more room there is.
+PADDED = (
+    ((110, 130, 170, 190, 230, 290, 310, 370), 208, 2, 0), (SIZES[0], 32, 17, 0), (SIZES[1], 64, 2, 1),
+    (SIZES[2], 256, 129, 0), ((32,) * 8, 32, 2, 3), ((64,) * 8, 64, 33, 0), ((96, 32, 4, 8, 2, 16, 48, 24), 32, 17, 0),
+    (SIZES[1][::-1], 1152, 1025, 2), (SIZES[2][::-1], 8, 2, 0),
+)  # fmt: skip
 SHAPES = (1,), (0, 3), (5, 0), (2, 2), (4, 1), (2, 1, 3), (1, 7, 3, 2), (3, 2, 2, 2, 5), (100003,)
 SYMBOLIC = ("a",), ("a", "b", "c"), (1, "a"), ("a", 1), ("a", 1, "b")
 
@@ -123,6 +147,10 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             yield from (lambda f=f, x=x, y=y: f(x.clone(), y) for y in (y, *numbers))
         yield from (lambda n=n, x=x: n - x for n in numbers)
         yield from (lambda n=n, x=x: n / x for n in numbers)
+        if dtype in (torch.float32, torch.int64):
+            yield lambda x=x: (x / ANY, x * ANY, x + ANY, x - ANY, x > ANY, x < ANY, x // ANY, x % ANY)
+            for f in BINARY[:10]:
+                yield lambda f=f, x=x: _at_one_place(f, x, 3, 4)
         yield lambda x=x, y=y: torch.where(x > y, x, y)
         yield lambda x=x: torch.where(x > 0, x, 0)
         yield lambda x=x: x.clone().zero_()
@@ -130,9 +158,23 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
             yield lambda shape=shape, value=value: torch.full(shape, value, dtype=dtype, device="tpu")
             yield lambda x=x, value=value: x.clone().fill_(value)
         yield from (lambda x=x, other=other: x.to(other) for other in (*DTYPES, torch.float16, torch.int32))
+    for shape in ((), (A,), (A, B), (A, 1), (1, A), (A, B, C), (A, B, C, D)):
+        x = some(*shape, dtype=dtype)
+        yield lambda x=x: (torch.ops.aten.div.Scalar(x, ANY), torch.ops.aten.mul.Scalar(x, ANY))
+        yield from (lambda f=f, x=x: f(x, some(dtype=x.dtype)) for f in BINARY[:4])
     for f in BINARY[:4] if dtype == torch.float32 else ():
         for other in ((B,), (1, B), (A, 1)):
             yield lambda f=f, other=other: f(some(A, B, dtype=dtype), some(*other, dtype=dtype))
+
+
+def _at_one_place(f: Callable[..., Any], x: torch.Tensor, *numbers: int) -> Any:
+    """Calls with other numbers each time, which become run-time inputs."""
+    made = []
+    for n in numbers:
+        made.append(f(x, n))
+        with contextlib.suppress(NotImplementedError):  # it is only looked at
+            torch.tpu.synchronize()
+    return made
 
 
 def _broadcast() -> Iterator[Callable[[], Any]]:
@@ -196,7 +238,7 @@ def _products() -> Iterator[Callable[[], Any]]:
         ):  # fmt: skip
             x, y = (some(*shape, dtype=dtype) for shape in shapes)
             yield lambda x=x, y=y: trained(lambda x, y: (x @ y).sum(), x, y)
-        for shape in ((A, B), (1, B), (B,), (D, A, B), (D, 1, B), (1, A, B)):
+        for shape in ((A, B), (1, B), (B,), (D, A, B), (D, 1, B), (1, A, B), (1, 1, B)):
             for made in (C, B, 1) if len(shape) < 3 else (C, B):
                 yield lambda shape=shape, made=made, dtype=dtype: _linear(shape, made, dtype)
 
@@ -260,9 +302,13 @@ def _layers() -> Iterator[Callable[[], Any]]:
                 x, *(some(B) for _ in range(4)), training=is_training
             )
         yield lambda x=x: (x.clone().relu_(), F.silu(x.clone(), inplace=True), F.adaptive_avg_pool2d(x, 1))
+    yield from _convolutions()
     for shape in ((A, B), (A, B, C), (1, B, C), (A, B, C, D)):
         yield lambda shape=shape: trained(lambda x: F.dropout(x, 0.1).sum(), some(*shape))
     for places in (
+        some(1, dtype=torch.int64),
+        some(1, 1, dtype=torch.int64),
+        some(A, 1, dtype=torch.int64),
         some(A, dtype=torch.int64),
         some(C, D, dtype=torch.int64),
         some(1, D, dtype=torch.int64),
@@ -271,11 +317,35 @@ def _layers() -> Iterator[Callable[[], Any]]:
         yield lambda places=places: trained(lambda weight: F.embedding(places, weight).sum(), some(A, B))
     for shape in ((A, B, C), (1, B, C), (A, B, C, D), (1, B, C, D)):
         x = some(*shape)
-        for is_causal in (False, True):
-            yield lambda x=x, c=is_causal: trained(
-                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=c).sum(), x, x, x
+        for is_causal, size in itertools.product((False, True), HEADS):
+            yield lambda lead=shape[:-1], c=is_causal, size=size: trained(
+                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=c).square().sum(),
+                *(some(*lead, size) for _ in range(3)),
             )
+        yield lambda lead=shape[:-2]: [
+            F.scaled_dot_product_attention(some(*lead, 1, size), *(some(*lead, length, size) for _ in range(2)))
+            for length in (1, E)
+            for size in HEADS
+        ]
         yield lambda x=x: ((x @ x.mT) / 2).masked_fill(some(*x.shape[-2:-1] * 2) == 0, float("-inf")).softmax(-1) @ x
+
+
+def _convolutions() -> Iterator[Callable[[], Any]]:
+    x, signal = some(A, B, C, D), some(A, B, C)
+    for kernel, stride, padding in (
+        (3, 1, 1), (3, 1, 0), (3, 2, 1), (5, 1, 2), (5, 1, 0), (7, 2, 3), (1, 2, 0), (2, 2, 0), (4, 2, 1), (4, 4, 0),
+    ):  # fmt: skip
+        for weights in ((some(E, B, kernel, kernel), some(E)), (some(E, B, kernel, kernel),)):
+            yield lambda w=weights, s=stride, p=padding: trained(lambda *w: F.conv2d(x, *w, s, p).sum(), *w)
+            yield lambda w=weights, s=stride, p=padding: trained(lambda x, *w: F.conv2d(x, *w, s, p).sum(), x, *w)
+        for weights in ((some(E, B, kernel), some(E)), (some(E, B, kernel),)):
+            yield lambda w=weights, s=stride, p=padding: trained(lambda x, *w: F.conv1d(signal, *w, s, p).sum(), *w)
+            yield lambda w=weights, s=stride, p=padding: trained(lambda x, *w: F.conv1d(x, *w, s, p).sum(), signal, *w)
+    for kernel, stride, padding in ((2, 2, 0), (3, 2, 1), (3, 2, 0), (3, 3, 0)):
+        for pool in (F.max_pool2d, F.avg_pool2d):
+            yield lambda pool=pool, k=kernel, s=stride, p=padding: trained(lambda x: pool(x, k, s, p).sum(), x)
+    yield lambda: trained(lambda x: F.group_norm(x, 4, *(some(B) for _ in range(2))).sum(), x)
+    yield lambda: trained(lambda x: F.interpolate(x, scale_factor=2).sum(), x)
 
 
 def _steps() -> Iterator[Callable[[], Any]]:
@@ -321,6 +391,9 @@ def _rearranged() -> Iterator[Callable[[], Any]]:
             yield from (lambda y=y, n=n: torch.stack([y] * n) for n in range(2, 5))
         yield lambda dtype=dtype: torch.arange(A, dtype=dtype, device="tpu")
         yield lambda dtype=dtype: torch.arange(1, A, dtype=dtype, device="tpu")
+        if dtype == torch.float32:
+            for ends in ((0, 1), (-1, 1), (0.5, 1.5), (0, 10)):
+                yield lambda ends=ends: torch.linspace(*ends, A, device="tpu")
         for shape in ((A, B, C), (1, B, C), (1, 1, C), (A, B, C, D), (1, B, C, D), (1, B, 1, D), (1, A), (A, 1)):
             y = some(*shape, dtype=dtype)
             for dim in range(len(shape)):
@@ -335,33 +408,216 @@ def _rearranged() -> Iterator[Callable[[], Any]]:
         yield lambda dtype=dtype: torch.cat([some(A, dtype=dtype), some(A, dtype=dtype)])
         yield lambda x=x: x.argmax(-1, keepdim=True)
         if dtype == torch.float32:
-            for place in (0, 1, -1):
-                yield lambda x=x, place=place: trained(lambda x: x[place].sum() + x[:, place].sum(), x)
+            for shape in ((A,), (A, B), (A, B, C), (A, B, C, D)):
+                for place, dim in itertools.product((0, 1, 2, -1), range(len(shape))):
+                    taken = functools.partial(_selected, dim=dim, place=place)
+                    yield lambda shape=shape, taken=taken: trained(taken, some(*shape))
             yield lambda x=x: trained(lambda x: torch.cat([x, x], 1).sum() + torch.stack([x, x]).sum(), x)
 
 
-def ordinary_ops() -> list[Op]:
-    """What `ordinary` records, one op of each description; none of it is compiled."""
+def _selected(x: torch.Tensor, dim: int, place: int) -> torch.Tensor:
+    return x.select(dim, place).square().sum()
+
+
+def ordinary_ops(first: int = 0, step: int = 1) -> list[Op]:
+    """What a part of `ordinary` records, one op of each pattern."""
     found: dict[str, Op] = {}
     table = startup.lowerings()
 
+    for call in itertools.islice(ordinary(), first, None, step):
+        for program in programs_of(call):
+            for op in take_apart(program.ops, lambda op: table.entry(op.name, "cpu").maps):
+                if table.entry(op.name, "cpu").write is not None:
+                    continue
+                found.setdefault(pattern_of(op)[0], op)
+    return list(found.values())
+
+
+def programs_of(call: Callable[[], Any]) -> list[Program]:
+    """What a call records; nothing of it is compiled."""
+    found: list[Program] = []
+
     def note(plan: Any) -> None:
-        for op in take_apart(plan.program.ops, lambda op: table.entry(op.name, "cpu").maps):
-            found.setdefault(list(templates.patterns(described(op)))[-1][0], op)
+        found.append(plan.program)
         plan.failed(NotImplementedError("it is only looked at"))
 
     recovery = startup.engine()._executor._recovery
     recovery._may_run_again = lambda *_: False  # nor in parts
     startup._lazy.plan = note  # type: ignore[method-assign]
-    for call in ordinary():
-        with contextlib.suppress(
-            NotImplementedError, RuntimeError, TypeError, OSError, IndexError
-        ):  # what PyTorch has not in this dtype
-            _C.forget_streams()  # where a number is seen for the first time it is not a run-time input
-            made = call()
-            torch.tpu.synchronize()
-            del made
+    with contextlib.suppress(NotImplementedError, RuntimeError, TypeError, OSError, IndexError):  # what PyTorch has not
+        _C.forget_streams()  # where a number is seen for the first time it is not a run-time input
+        made = call()
+        torch.tpu.synchronize()
+        del made
+    return found
+
+
+def padded_ops(first: int = 0, step: int = 1) -> list[Op]:
+    """What a part of `growing` records, padded as a whole and in pieces, an op of each pattern."""
+    found: dict[str, Op] = {}
+    divider = pieces.Divider(startup.engine().fragments)
+    for call in itertools.islice(growing(), first, None, step):
+        fewer, more = (
+            [
+                part
+                for program in programs_of(functools.partial(call, n))
+                for part in (program, *(piece.program for piece in divider.divide(program)))
+            ]
+            for n in (FEWER, MORE)
+        )
+        layouts = Layouts(startup.engine()._layouts._is_special)  # which knows of no other changes
+        seen = Counter[Outline]()
+        for program in more:
+            with contextlib.suppress(Exception):  # what is not padded
+                shared = layouts.outline_of(program)
+                others = [other for other in fewer if layouts.outline_of(other) == shared]
+                padded = layouts.pad(program, others[seen[shared] :][:1], lambda _: [])
+                seen[shared] += 1
+                for op in padded.program.ops:
+                    if op.padding is not None and len(op.padding.bounds) == 1:
+                        found.setdefault(pattern_of(op)[0], op)
     return list(found.values())
+
+
+def growing() -> Iterator[Callable[[int], Any]]:
+    """Calls of the ops of ordinary loops over batches and sequences of ever other sizes."""
+    for shape in (
+        (-1, B),
+        (-1, 1),
+        (-1,),
+        (A, -1),
+        (A, -1, C),
+        (-1, B, C),
+        (1, -1, C),
+        (-1, B, A, E),
+        (A, -1, B, E),
+        (1, C, -1, E),
+    ):
+        yield from _growing_elementwise(shape)
+    for shape in ((-1, B), (-1, B, C), (A, -1, C), (1, -1, C), (-1, 1, C)):
+        yield from _growing_layers(shape)
+    for dtype in (torch.float32, torch.int64):
+        yield lambda n, t=dtype: torch.cat([some(n, dtype=t), some(1, dtype=t)])
+        yield lambda n, t=dtype: torch.cat([some(1, n, dtype=t), some(1, 1, dtype=t)], 1)
+        yield lambda n, t=dtype: torch.cat([some(n, B, dtype=t), some(1, B, dtype=t)])
+        yield lambda n, t=dtype: torch.cat([some(A, n, C, dtype=t), some(A, 1, C, dtype=t)], 1)
+        yield lambda n, t=dtype: torch.cat([some(1, n, C, dtype=t), some(1, 1, C, dtype=t)], 1)
+        yield lambda n, t=dtype: torch.cat([some(A, B, n, C, dtype=t), some(A, B, 1, C, dtype=t)], 2)
+        yield lambda n, t=dtype: torch.cat([some(1, B, n, C, dtype=t), some(1, B, 1, C, dtype=t)], 2)
+    for lead in ((A,), (1,), (A, B), (1, B)):
+        yield lambda n, lead=lead: trained(_attention, *(some(*lead, n, C) for _ in range(3)))
+        yield lambda n, lead=lead: _attention(some(*lead, 1, C), some(*lead, n, C), some(*lead, n, C))
+        yield lambda n, lead=lead: _causal(some(*lead, n, C), some(*lead, n, C), some(*lead, n, C))
+        for is_causal, size in itertools.product((False, True), HEADS):
+            yield lambda n, lead=lead, c=is_causal, size=size: trained(
+                lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=c).square().sum(),
+                *(some(*lead, n, size) for _ in range(3)),
+            )
+    for ids in ((-1,), (A, -1), (1, -1), (-1, C)):
+        yield lambda n, ids=ids: trained(
+            lambda w: F.embedding(some(*(n if i < 0 else i for i in ids), dtype=torch.int64), w).sum(), some(D, B)
+        )
+    yield lambda n: trained(lambda w: F.embedding(some(A, dtype=torch.int64), w).sum(), some(n, B))
+    for shape in ((-1, B), (B, -1), (-1,), (A, -1, 3, 3), (-1, B, 3, 3)):
+        for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, _momentum):
+            yield lambda n, o=optimizer, shape=shape: _step(o, some(*(n if i < 0 else i for i in shape)))
+    for lead in ((A,), (1,), (A, B), (1, B)):
+        yield lambda n, lead=lead: _with_cache(some(*lead, n, C), some(*lead, 1, C))
+        yield lambda n, lead=lead: _with_cache(some(*lead, n, C), some(*lead, 1, C), F.scaled_dot_product_attention)
+    yield lambda n: torch.arange(n, device="tpu")
+    yield lambda n: torch.full((n, n), True, device="tpu").tril()
+    yield lambda n: torch.zeros(n, B, device="tpu") + torch.ones(n, device="tpu")[:, None]
+
+
+def _growing_elementwise(shape: tuple[int, ...]) -> Iterator[Callable[[int], Any]]:
+    def of(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return some(*(n if size < 0 else size for size in shape), dtype=dtype)
+
+    yield from (lambda n, f=f: f(of(n)) for f in UNARY[:: 1 + 2 * (len(shape) > 3)])
+    for f in BINARY[: 12 - 4 * (len(shape) > 3)]:
+        yield lambda n, f=f: f(of(n), of(n))
+        yield lambda n, f=f: f(of(n), some())
+        yield lambda n, f=f: f(of(n), some(shape[-1] if shape[-1] > 0 else n))
+        yield from (lambda n, f=f, number=number: f(of(n), number) for number in (0.5, 1.0, 2.0, 0, 1, 2))
+        yield lambda n, f=f: _at_one_place(f, of(n), 0.3, 0.7)
+    for f in INTO:
+        yield lambda n, f=f: f(of(n).clone(), of(n))
+        yield from (lambda n, f=f, number=number: f(of(n).clone(), number) for number in (0.5, 1.0, 2.0, 0, 1, 2))
+    for f in (torch.sum, torch.mean, torch.amax, torch.amin, torch.argmax, torch.any, torch.var, torch.std):
+        yield lambda n, f=f: f(of(n))
+        for dim in range(-1, len(shape)):
+            yield lambda n, f=f, dim=dim: (f(of(n), dim), f(of(n), dim, keepdim=True))
+    for dim in range(-1, len(shape)):
+        yield lambda n, dim=dim: trained(lambda x: (x.softmax(dim) + x.log_softmax(dim)).sum(), of(n))
+        yield lambda n, dim=dim: of(n).cumsum(dim)
+    for f in (torch.sum, torch.mean, torch.relu, torch.tanh, torch.sigmoid, F.gelu, F.silu, torch.exp, torch.square):
+        yield lambda n, f=f: trained(lambda x: f(x).sum(), of(n))
+        yield lambda n, f=f: trained(lambda x: f(x).mean(), of(n))
+    for loss in (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy_with_logits):
+        yield lambda n, loss=loss: trained(loss, of(n), of(n))
+    yield lambda n: trained(lambda x, y: ((x - y) ** 2).mean(), of(n), of(n))
+    yield lambda n: trained(lambda x: F.dropout(x, 0.1).sum(), of(n))
+    yield lambda n: torch.where(of(n) > 0, of(n), 0)
+    yield lambda n: of(n).masked_fill(of(n) > 0, 0.0)
+    yield lambda n: (
+        of(n).clone().zero_(),
+        of(n).clone().fill_(1.0),
+        torch.zeros_like(of(n)),
+        of(n).new_ones(of(n).shape),
+    )
+    for dtype in (torch.int64, torch.bool, torch.float64, torch.bfloat16):
+        yield lambda n, dtype=dtype: (of(n).to(dtype), of(n, dtype).float())
+
+
+def _growing_layers(shape: tuple[int, ...]) -> Iterator[Callable[[int], Any]]:
+    def of(n: int) -> torch.Tensor:
+        return some(*(n if size < 0 else size for size in shape))
+
+    wide = shape[-1]
+    for made in (E, wide, 1):
+        weights = some(made, wide), some(made)
+        yield lambda n, w=weights: trained(lambda *g: F.linear(*g).square().sum(), of(n), *w)
+        yield lambda n, w=weights: trained(lambda *w: F.linear(of(n), *w).square().sum(), *w)
+        yield lambda n, w=weights: trained(lambda *g: F.linear(*g).square().sum(), of(n), w[0])
+        yield lambda n, w=weights: trained(lambda x, w: (x @ w).square().sum(), of(n), w[0].t())
+        yield lambda n, made=made: F.linear(of(n), some(made, wide), some(made))
+    yield lambda n: trained(lambda x, *w: F.layer_norm(x, (wide,), *w).square().sum(), of(n), some(wide), some(wide))
+    yield lambda n: trained(lambda x, w: F.rms_norm(x, (wide,), w).square().sum(), of(n), some(wide))
+    yield lambda n: trained(lambda x: _attention(*x.chunk(3, -1)), some(*of(n).shape[:-1], 3 * wide))
+    yield lambda n: [part * 2 for part in some(*of(n).shape[:-1], 3 * wide).chunk(3, -1)]
+    if len(shape) == 3:
+        for size in HEADS:
+            yield lambda n, size=size: F.scaled_dot_product_attention(
+                *some(*of(n).shape[:-1], 3 * size).chunk(3, -1), is_causal=True
+            )
+    if len(shape) == 2:
+        yield lambda n: trained(F.cross_entropy, of(n), some(n, dtype=torch.int64))
+        yield lambda n: trained(
+            lambda x, *w: F.batch_norm(x, torch.zeros_like(w[0]), torch.ones_like(w[0]), *w, training=True).sum(),
+            of(n), some(wide), some(wide),
+        )  # fmt: skip
+    if shape[1] < 0:
+        yield lambda n: (of(n)[:, -1] * 2, of(n)[:, 0] * 2, F.linear(of(n)[:, -1], some(E, wide), some(E)))
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return ((q @ k.mT) * 0.5).softmax(-1).matmul(v).square().sum()
+
+
+def _with_cache(cache: torch.Tensor, new: torch.Tensor, attend: Callable[..., torch.Tensor] = _attention) -> Any:
+    keys, values = torch.cat([cache, new], -2), torch.cat([cache, new], -2)
+    return keys, values, attend(new, keys, values)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return (q @ k.mT / 2).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def pattern_of(op: Op) -> templates.Pattern:
+    """The pattern for single sizes."""
+    found = templates.with_room(described(op)) or described(op)
+    return templates.of_sizes(found, LITERAL, {str(ANY)}) or (found, {})
 
 
 def described(op: Op) -> str:
@@ -385,22 +641,89 @@ def resized(value: Any, new: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> An
     return value
 
 
+def with_room(op: Op, new: Sequence[int], room: int, least: int, more: int) -> tuple[Op, dict[int, int]]:
+    """An op with padding with other sizes, another capacity and bounds, and what became of all sizes."""
+    assert op.padding is not None
+    ((_, most, capacity),) = op.padding.bounds
+    fixed = [size for size in map(int, pattern_of(op)[1].values()) if size != capacity]
+    become = {capacity: room} | dict(zip(fixed, new, strict=False))
+    known = [*fixed, capacity]
+    for some in (*itertools.combinations(known, 2), *itertools.combinations(known, 3)):
+        become[math.prod(some)] = math.prod(become[size] for size in some)
+    for times, size in itertools.product((2, 3), fixed):
+        become[times * size] = times * become[size]
+    padding = dataclasses.replace(op.padding, bounds=((least, room - (capacity - most) - more, room),))
+    return renumbered(dataclasses.replace(op, padding=padding), become), become
+
+
+def renumbered(value: Any, numbers: Mapping[int, int]) -> Any:
+    """An op, or a part of one, with other numbers for sizes."""
+    if isinstance(value, Lifted):
+        return value
+    if type(value) is int:
+        return numbers.get(value, value)
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(renumbered(item, numbers) for item in value)
+    if isinstance(value, PaddedExtent | Symbolic):
+        changed = (renumbered_text(getattr(value, field.name), numbers) for field in dataclasses.fields(value))
+        return type(value)(*changed)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kept = {"value", "bounds", "arg", "element"}
+        names = [field.name for field in dataclasses.fields(value) if field.name not in kept]
+        return dataclasses.replace(value, **{name: renumbered(getattr(value, name), numbers) for name in names})
+    return value
+
+
+def renumbered_text(value: Any, numbers: Mapping[int, int]) -> Any:
+    """Expressions with other numbers for sizes."""
+    if isinstance(value, str):
+        return re.sub(r"\b\d+\b", lambda found: str(numbers.get(int(found[0]), found[0])), value)
+    if isinstance(value, tuple):
+        return tuple(renumbered_text(item, numbers) for item in value)
+    return numbers.get(value, value) if type(value) is int else value
+
+
+def without_padding(op: Op) -> Op:
+    """The op on arrays of just these sizes."""
+    assert op.padding is not None
+    reads = iter(op.padding.reads)
+
+    def size(text: int | str) -> int:
+        return eval(text, {"a": MORE}) if isinstance(text, str) else text  # noqa: S307 -- the recorder's own
+
+    def exact(value: Any, part: PaddedExtent | None) -> Any:
+        if part is None:
+            return value
+        sizes = tuple(map(size, part.sizes))
+        return dataclasses.replace(value, sizes=sizes, base=Base(sizes, value.dtype))
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, Operand):
+            return exact(value, next(reads))
+        if isinstance(value, Symbolic):
+            return size(value.text)
+        return tuple(map(argument, value)) if isinstance(value, tuple) and not hasattr(value, "_fields") else value
+
+    args = tuple(map(argument, op.args))
+    made = dict(zip(map(id, results_of(op)), op.padding.made, strict=True))
+    results = tuple(
+        tuple(r and exact(r, made[id(r)]) for r in result)
+        if isinstance(result, tuple)
+        else result and exact(result, made[id(result)])
+        for result in op.results
+    )
+    writes = tuple(exact(write, made[id(write)]) for write in op.writes)
+    return dataclasses.replace(op, args=args, results=results, writes=writes, padding=None)
+
+
 def shaped(op: Op, shape: tuple[Any, ...]) -> Op:
     """The op with another shape of all arrays that have dimensions."""
     changed: Op = resized(op, lambda old: shape if old else old)
     return changed
 
 
-def without_count(sizes: Mapping[str, str]) -> dict[str, str]:
-    """The single sizes."""
-    return {letter: size for letter, size in sizes.items() if letter != templates.COUNT}
-
-
-def described_with(pattern: str, letters: Sequence[str], sizes: Sequence[int]) -> str:
-    """The description of an op with these sizes for the letters of its pattern."""
-    named = dict(zip(letters, map(str, sizes), strict=True))
-    described = re.sub(r"\b[A-M](?=x)|(?<=x)[A-M](?=x)", lambda found: named[found[0]], pattern)
-    return re.sub(r"(?<=\bint:)[A-M]\b", lambda found: named[found[0]], described)
+Made = tuple[str, FragmentTemplate]  # and the pattern for which it is
+Traced = tuple[dict[str, str], tracing.Fragment]  # with what the letters are
 
 
 class Maker:
@@ -412,50 +735,123 @@ class Maker:
         self._platform = platform
         self._tracer = tracing.Tracer(engine.client, platform, self._context)
 
-    def make(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
+    def make(self, op: Op, entry: LoweringEntry) -> Made | None:
         """An op's template and where it is found; None where it has none."""
-        if op.padding is not None or not entry.persists:
-            return None
-        return self._of_shape(op, entry) or self._of_sizes(op, entry)
+        if op.padding is not None:
+            return self._of_padding(op, entry)
+        shaped = None if f"int:{ANY}" in described(op) else self._of_shape(op, entry)
+        return shaped or self._of_sizes(op, entry)
 
-    def agrees(self, op: Op, entry: LoweringEntry, made: tuple[str, FragmentTemplate]) -> bool:
+    def agrees(self, op: Op, entry: LoweringEntry, made: Made) -> bool:
         """Whether tracing the op as it is gives what this template does, made for another platform."""
-        sizes = dict(templates.patterns(described(op)))[made[0]]
-        if self._tracer.trace([(op, entry)])[0] != made[1].filled(sizes):
+        pattern, template = made
+        shaped = templates.of_shape(described(op))
+        if shaped is not None and shaped[0] == pattern:
+            return self._decides_nothing_by_shape(op, entry) and self.traced(op, entry) == template.filled(shaped[1])
+        if op.padding is not None:
+            decided = self._decided(without_padding(op), entry)
+            found = [self._with_room(op, entry, *PADDED[k]) for k in (0, 3, 6)]
+            return decided == [] and all(each and is_right(template.filled(each[0]), each[1]) for each in found)
+        decided = self._decided(op, entry)
+        if decided is None or not all(pair in template.apart for pair in decided):
             return False
-        if SHAPE in sizes:
-            return self._decides_nothing_by_shape(op, entry)
-        letters = list(without_count(sizes))
-        return learned_templates.decides_nothing(self._tracer, op, entry, without_count(sizes), letters)
+        return self.traced(op, entry) == template.filled(pattern_of(op)[1]) and self._holds(op, entry, template, EQUAL)
 
-    def _of_shape(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
+    def traced(self, op: Op, entry: LoweringEntry) -> tracing.Fragment:
+        """What tracing the op as it is gives."""
+        return self._tracer.trace([(op, entry)])[0]
+
+    def _of_shape(self, op: Op, entry: LoweringEntry) -> Made | None:
         """A template for whatever shape."""
-        if SHAPE not in next(templates.patterns(described(op)))[1] or not self._decides_nothing_by_shape(op, entry):
+        shaped_op = templates.of_shape(described(op))
+        if shaped_op is None or not self._decides_nothing_by_shape(op, entry):
             return None
         ops = [shaped(op, shape) for shape in (SENTINELS[:2], *SHAPES)]
         try:
             made = self._tracer.trace([(op, entry) for op in ops])
         except Exception:  # noqa: BLE001 - an op that cannot be traced with these sizes
             return None
-        pattern, _ = next(templates.patterns(described(op)))
-        return self._of_fragments(pattern, 0, entry, list(zip(map(described, ops), made, strict=True)))
+        patterns = [templates.of_shape(described(op)) for op in ops]
+        found = [(p[1], one) for p, one in zip(patterns, made, strict=True) if p is not None and p[0] == shaped_op[0]]
+        if len(found) < 3 or patterns[0] != (shaped_op[0], found[0][0]):
+            return None
+        return _right_for_all(shaped_op[0], entry, found, [])
 
-    def _of_sizes(self, op: Op, entry: LoweringEntry) -> tuple[str, FragmentTemplate] | None:
+    def _of_sizes(self, op: Op, entry: LoweringEntry) -> Made | None:
         """A template for whatever sizes."""
-        *_, (pattern, sizes) = templates.patterns(described(op))
-        letters = [letter for letter in sizes if letter != templates.COUNT]
-        if len(letters) > len(SENTINELS) or not learned_templates.decides_nothing(
-            self._tracer, op, entry, without_count(sizes), letters
-        ):
+        pattern, sizes = pattern_of(op)
+        apart = self._decided(op, entry)
+        if apart is None:
             return None
-        old = [int(sizes[letter]) for letter in letters]
+        found = _from_the_first(self._resized(op, entry, new) for new in (SENTINELS, *SIZES))
+        if len(found) < 3:
+            return None
+        made = _right_for_all(pattern, entry, found, apart)
+        if made is None or self._holds(op, entry, made[1], EQUAL):
+            return made
+        for one, other in itertools.combinations(sizes, 2):  # of which some may not be equal
+            new = [6 if letter in (one, other) else size for letter, size in zip(sizes, SIZES[1], strict=False)]
+            if not self._holds(op, entry, made[1], new):
+                apart.append([one, other])
+        return _right_for_all(pattern, entry, found, apart)
+
+    def _of_padding(self, op: Op, entry: LoweringEntry) -> Made | None:
+        """A template for whatever sizes and capacity."""
+        assert op.padding is not None
+        pattern, sizes = pattern_of(op)
+        if len(sizes) > len(SENTINELS):
+            return None
+        exact = without_padding(op)
+        decided = self._decided(exact, entry)
+        if decided is None:
+            return None
+        letters, numbers = {size: letter for letter, size in sizes.items()}, pattern_of(exact)[1]
+        named = [[numbers.get(word, word) for word in pair] for pair in decided]
+        # Of sizes that change, the padded form decides when it runs.
+        pairs = [[letters.get(size, size) for size in pair] for pair in named if {*pair} <= {*letters, *LITERAL}]
+        found = _from_the_first(self._with_room(op, entry, *numbers) for numbers in PADDED)
+        if len(found) < 5:
+            return None
+        return _right_for_all(pattern, entry, found, pairs)
+
+    def _with_room(
+        self, op: Op, entry: LoweringEntry, new: Sequence[int], room: int, least: int, more: int
+    ) -> Traced | None:
+        """What the sizes of an op with padding become with these and a capacity, and the fragment; None where it is not
+        for such."""
         try:
-            asked = [(op, entry, dict(zip(old, new, strict=False))) for new in (SENTINELS, *SIZES)]
-            made = self._tracer.resized(asked)
-        except Exception:  # noqa: BLE001 - an op that cannot be traced with these sizes
+            changed, become = with_room(op, new, room, least, more)
+            traced = self.traced(changed, entry)
+        except Exception:  # noqa: BLE001 - whatever a lowering or a rule raises
             return None
-        found = [(described_with(pattern, letters, [became[n] for n in old]), one) for one, became in made]
-        return self._of_fragments(pattern, -1, entry, found)
+        return {letter: str(become[int(size)]) for letter, size in pattern_of(op)[1].items()}, traced
+
+    def _holds(self, op: Op, entry: LoweringEntry, template: FragmentTemplate, new: Sequence[int]) -> bool:
+        """Whether a template is right for these sizes, if it is for such."""
+        found = self._resized(op, entry, new)
+        if found is None:
+            return not template.suits(dict(zip(pattern_of(op)[1], map(str, new), strict=False)))
+        return not template.suits(found[0]) or is_right(template.filled(found[0]), found[1])
+
+    def _resized(self, op: Op, entry: LoweringEntry, new: Sequence[int]) -> Traced | None:
+        """What all sizes become with these, and the fragment; None where the op is not for such sizes."""
+        _, sizes = pattern_of(op)
+        try:
+            given = dict(zip(map(int, sizes.values()), new, strict=False))
+            ((fragment, became),) = self._tracer.resized([(op, entry, given)])
+        except Exception:  # noqa: BLE001 - whatever a lowering raises
+            return None
+        return {letter: str(became[int(size)]) for letter, size in sizes.items()}, fragment
+
+    def _decided(self, op: Op, entry: LoweringEntry) -> list[list[str]] | None:
+        """The pairs of sizes of which it is decided that they differ; None where anything else is decided."""
+        pattern, sizes = pattern_of(op)
+        if len(sizes) > len(SENTINELS):
+            return None
+        literal = {size: size for size in templates.without_sizes(pattern)[1] if size.isdigit()}
+        # A number is no size: what is decided by it would show with those that are tried.
+        symbolic = [letter for letter, size in sizes.items() if size != str(ANY)]
+        return learned_templates.decided(self._tracer, op, entry, literal | sizes, symbolic)
 
     def _decides_nothing_by_shape(self, op: Op, entry: LoweringEntry) -> bool:
         return not any(self._decisions(lambda symbols, s=s: shaped(op, symbols.sizes(s)), entry) for s in SYMBOLIC)
@@ -471,80 +867,97 @@ class Maker:
                 symbols.trace(trace.function("op"), structs)
         except Exception as error:  # noqa: BLE001 - whatever cannot be done with symbolic sizes
             return (repr(error),)
-        return symbols.unequal()
-
-    def _of_fragments(
-        self, pattern: str, place: int, entry: LoweringEntry, found: Sequence[tuple[str, tracing.Fragment]]
-    ) -> tuple[str, FragmentTemplate] | None:
-        """The template of the first, by description, which has sizes that no text has, if it is right for the others
-        that have the pattern."""
-        sizes = [dict(list(templates.patterns(description))[place:][:1]).get(pattern) for description, _ in found]
-        checked = [(s, one) for s, (_, one) in zip(sizes, found, strict=True) if s is not None]
-        if len(checked) < 3 or sizes[0] is None:
-            return None
-        # What is the same in all, as the 2 of a stack of two, is no size.
-        varying = {letter: size for letter, size in sizes[0].items() if len({s[letter] for s, _ in checked}) > 1}
-        template = templates.template_of(entry.name, found[0][1], varying)
-        if template is None or any(template.filled(s) not in (None, one) for s, one in checked):
-            return None
-        return pattern, template
+        return ("another form where sizes are known",) if trace.needs_sizes else symbols.unequal()
 
 
-def make(found: Sequence[Op]) -> dict[str, dict[str, Any]]:
+def _from_the_first(traced: Iterator[Traced | None]) -> list[Traced]:
+    """What could be traced, if the first could, which has sizes that no text has."""
+    first = next(traced)
+    return [] if first is None else [first, *filter(None, traced)]
+
+
+def _right_for_all(
+    pattern: str, entry: LoweringEntry, found: Sequence[tuple[Mapping[str, str], tracing.Fragment]], apart: Any
+) -> Made | None:
+    """The template of the first, which has sizes that no text has, if it is right for all that it is for."""
+    # What is the same in all, as the 2 of a stack of two, is no size.
+    varying = {letter: size for letter, size in found[0][0].items() if len({s[letter] for s, _ in found}) > 1}
+    template = templates.template_of(entry.name, found[0][1], varying, apart)
+    if template is None or not all(is_right(template.filled(s), one) for s, one in found if template.suits(s)):
+        return None
+    return pattern, template
+
+
+def is_right(filled: tracing.Fragment | None, traced: tracing.Fragment) -> bool:
+    """Whether a template gives what tracing does, if anything; it may ask for more, as where bounds are wider."""
+    if filled is None:
+        return True
+    return filled._replace(unequal=()) == traced._replace(unequal=()) and {*filled.unequal} >= {*traced.unequal}
+
+
+def make(found: Sequence[Op]) -> dict[str, str]:
     """What the files hold, by op."""
     makers = {platform: Maker(platform) for platform in PLATFORMS}
-    made: dict[str, dict[tuple[str, str], list[str]]] = {}
+    general: dict[str, list[str]] = {}  # lines for all platforms
+    special: dict[str, list[str]] = {}
     sources: dict[str, dict[str, str]] = {}
-    for count, op in enumerate(found):
-        first: tuple[str, FragmentTemplate] | None = None
+    # An op with more sizes of its own makes a template for others, too.
+    for count, op in enumerate(sorted(found, key=lambda op: -len(pattern_of(op)[1]))):
+        print(f"\r{count + 1} of {len(found)} ops ", end="", file=sys.stderr)
+        if any(templates.OfAnOp({}, general.get(op.name, ()), PLATFORMS[0]).matching(described(op))):
+            continue
+        rows: dict[str, list[str]] = {}
+        first: Made | None = None
         for platform, maker in makers.items():
             entry = startup.lowerings().entry(op.name, platform)
             is_first = first is not None and maker.agrees(op, entry, first)
             template = first if is_first else maker.make(op, entry)
             if template is None:
-                break
+                continue
             first = first or template
             home = inspect.unwrap(entry.function).__module__
             sources.setdefault(op.name, {})[home] = templates.digest_of_sources(home)
-            platforms = made.setdefault(op.name, {}).setdefault((template[0], json.dumps(template[1])), [])
-            if platform not in platforms:
-                platforms.append(platform)
-        print(f"\r{count + 1} of {len(found)} ops ", end="", file=sys.stderr)
-    return {
-        name: {
-            "jax": jax.__version__,
-            "sources": dict(sorted(sources[name].items())),
-            "templates": sorted([platforms, pattern, *json.loads(t)] for (pattern, t), platforms in rows.items()),
-        }
-        for name, rows in made.items()
-    }
-
-
-def text_of(held: Mapping[str, Any]) -> str:
-    """A file's text: a line for each template."""
-    rows = ",\n".join(json.dumps(row) for row in held["templates"])
-    head = json.dumps({key: value for key, value in held.items() if key != "templates"}, indent=0)
-    return f'{head.rstrip("}").rstrip()},\n"templates": [\n{rows}\n]}}\n'
+            rows.setdefault(json.dumps(template), []).append(platform)
+        for text, platforms in rows.items():
+            pattern, fields = json.loads(text)
+            line = templates.line_of(platforms, pattern, FragmentTemplate(*fields))
+            (general if platforms == [*PLATFORMS] else special).setdefault(op.name, []).append(line)
+    heads = {name: json.dumps({"jax": jax.__version__, "sources": of_op}) for name, of_op in sources.items()}
+    lines = {name: sorted(general.get(name, []) + special.get(name, [])) for name in sources}
+    return {name: "\n".join([heads[name], *lines[name]]) + "\n" for name in sources}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="of the ops that are checked")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="of the calls whose ops are checked")
     options = parser.parse_args()
     first, step = map(int, options.part.split("/"))
-    made = make(ordinary_ops()[first::step])
-    if not options.check:
-        shutil.rmtree(FOLDER, ignore_errors=True)
-        FOLDER.mkdir()
-        for name, held in made.items():
-            templates.file_of(FOLDER, name).write_text(text_of(held))
+    found = ordinary_ops(first, step) + padded_ops(first, step)
+    if options.check:
+        check(found)
         return
-    for name, new in made.items():
-        file = templates.file_of(FOLDER, name)
-        old = json.loads(file.read_text())["templates"] if file.exists() else []
-        if missing := [row for row in new["templates"] if row not in old]:
-            sys.exit(f"not in {file}, or other there: {missing}; python packaging/fragment_templates.py makes it anew")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    for name, text in make(found).items():
+        templates.file_of(FOLDER, name).write_text(text)
+
+
+def check(found: Sequence[Op]) -> None:
+    """Exits with a message where an op that can have a template has none in the files, or one that is not right."""
+    for platform in PLATFORMS:
+        maker, held = Maker(platform), templates.Templates(FOLDER, platform)
+        for op in found:
+            entry = startup.lowerings().entry(op.name, platform)
+            small = op if op.padding is None else with_room(op, *PADDED[1])[0]
+            filled = held.find(described(small), entry)
+            if filled is not None:
+                is_held = is_right(filled, maker.traced(small, entry))
+            else:
+                is_held = any(held.of(op.name).matching(described(small))) or maker.make(op, entry) is None
+            if not is_held:
+                what = "not in the files" if filled is None else "another one in the files"
+                sys.exit(f"{described(op)} for {platform}: {what}; python {__file__} makes them anew")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,10 @@ from script import run_script
 
 from torchtpu import metrics, ops, startup
 from torchtpu.ops.registry import LOWERINGS
+from torchtpu.runtime.ir.program import Base, Op, Operand, Result
 from torchtpu.runtime.lowering import templates
 from torchtpu.runtime.lowering.templates import FragmentTemplate, Templates
+from torchtpu.runtime.lowering.tracing import Tracer, without_copies, written_fragment
 
 FOLDER = Path(ops.__path__[0], "templates")
 MAKER = Path(__file__).parent.parent / "packaging" / "fragment_templates.py"
@@ -52,7 +53,7 @@ def test_ordinary_ops_import_no_jax() -> None:
 
 def test_what_tracing_gives_is_in_the_file(rotation: int, held: Any) -> None:
     """Of a part of the ops; a lowering that was changed has no templates until the file is made anew."""
-    (version,) = {of_op["jax"] for of_op in held.values()}
+    (version,) = {head["jax"] for head, _ in held.values()}
     if jax.__version__ != version:
         pytest.skip(f"the files were made with jax {version}, whose text may be another one")
     part = f"{rotation % PARTS}/{PARTS}"
@@ -63,34 +64,37 @@ def test_what_tracing_gives_is_in_the_file(rotation: int, held: Any) -> None:
 
 @pytest.fixture(scope="module")
 def held() -> Any:
-    """What the files hold, by op."""
-    return {file.stem: json.loads(file.read_text()) for file in FOLDER.iterdir()}
+    """What the files hold, by op: the first line, and the others."""
+    lines = {file.stem: map(json.loads, file.read_text().splitlines()) for file in FOLDER.iterdir()}
+    return {op: (next(of_op), list(of_op)) for op, of_op in lines.items()}
 
 
 def test_the_files_are_of_these_sources(held: Any) -> None:
-    for op, of_op in held.items():
-        digests = {home: templates.digest_of_sources(home) for home in of_op["sources"]}
-        assert digests == of_op["sources"], f"{op}: python {MAKER.name} makes it anew"
+    for op, (head, _) in held.items():
+        digests = {home: templates.digest_of_sources(home) for home in head["sources"]}
+        assert digests == head["sources"], f"{op}: python {MAKER.name} makes it anew"
 
 
-def sizes_for(pattern: str) -> dict[str, str]:
-    """Sizes with which a template is what an op with this pattern makes."""
-    some = {"S": "3x1x2"} | {letter: str(size) for size, letter in enumerate(templates.LETTERS, 2)}
-    filled = re.sub(r"\b[A-S](?=x)|(?<=x)[A-S](?=x)|(?<=\bint:)[A-M]\b", lambda letter: some[letter[0]], pattern)
-    return dict(templates.patterns(filled))[pattern]
+def has_sizes_that_follow(text: str, sizes: list[str]) -> bool:
+    """Whether some follow from others, so that not every number does: of results, or of parts of padded arrays."""
+    given, _, _ = text.partition(")->(")
+    count = given.count("#")
+    return (
+        not set(sizes[count:]) <= set(sizes[:count]) or "ranges=((" in text or (text.startswith("cat(") and count > 0)
+    )
 
 
-def has_other_sizes_in_results(pattern: str) -> bool:
-    """As those of `cat`, which follow from the others, so that not every number does."""
-    given, _, made = pattern.partition(")->(")
-    letters = re.compile(r"\b[A-M](?=x)|(?<=x)[A-M](?=x)|(?<=\bint:)[A-M]\b")
-    return not set(letters.findall(made)) <= set(letters.findall(given))
+def sizes_for(text: str) -> dict[str, str]:
+    """Sizes with which a template is what such an op makes; with padding, some are products of others."""
+    is_padded = " padding " in text
+    letters = {letter: "1" if is_padded else str(size) for size, letter in enumerate(templates.LETTERS, 2)}
+    return {"S": "3x1x2", "N": "6", **letters}
 
 
 def test_every_template_is_a_program(held: Any) -> None:
     """To the installed jaxlib, which need not be the one that the file was made with."""
-    rows = [row for of_op in held.values() for row in of_op["templates"] if not has_other_sizes_in_results(row[1])]
-    made = [FragmentTemplate(*fields).filled(sizes_for(pattern)) for _, pattern, *fields in rows]
+    rows = [row for _, rows in held.values() for row in rows if not has_sizes_that_follow(*row[:2])]
+    made = [FragmentTemplate(*fields).filled(sizes_for(text)) for text, _, _, *fields in rows]
     bodies = "\n".join({fragment.symbol: fragment.text for fragment in made if fragment is not None}.values())
     assert None not in made
     main = "func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> { return %x : tensor<2xf32> }"
@@ -98,16 +102,68 @@ def test_every_template_is_a_program(held: Any) -> None:
 
 
 def test_sizes_become_letters() -> None:
-    assert list(templates.patterns("neg(tensor<3x1x5xf32>)->(tensor<3x1x5xf32>) None")) == [
-        ("neg(tensor<Sxf32>)->(tensor<Sxf32>) None", {"S": "3x1x5", "N": "15"}),
-        ("neg(tensor<Ax1xBxf32>)->(tensor<Ax1xBxf32>) None", {"N": "15", "A": "3", "B": "5"}),
+    neg = "neg(tensor<3x1x5xf32>)->(tensor<3x1x5xf32>) None"
+    assert templates.of_shape(neg) == ("neg(tensor<Sxf32>)->(tensor<Sxf32>) None", {"S": "3x1x5", "N": "15"})
+    assert templates.of_sizes(neg) == ("neg(tensor<Ax1xBxf32>)->(tensor<Ax1xBxf32>) None", {"A": "3", "B": "5"})
+    assert templates.of_sizes("mm(tensor<3x5xf32>,tensor<5x3xf32>)->(tensor<3x3xf32>) highest") == (
+        "mm(tensor<AxBxf32>,tensor<BxAxf32>)->(tensor<AxAxf32>) highest",
+        {"A": "3", "B": "5"},
+    )
+    assert templates.of_sizes("f(tensor<9x3x3xf32>,int:9,int:7)->(tensor<9xf32>) None", {"3"}, {"7"}) == (
+        "f(tensor<Ax3x3xf32>,int:A,int:B)->(tensor<Axf32>) None",
+        {"A": "9", "B": "7"},
+    )
+
+
+def test_bounds_are_left_out_where_they_are_wide_enough() -> None:
+    def neg(bounds: str, rows: int) -> str:
+        rows_of = f"tensor<{rows}x7xf32>"
+        return f"neg({rows_of}, padding ({bounds},) (PaddedExtent(sizes=('a', 7)),))->({rows_of}) None"
+
+    pattern = "neg(tensor<Bx7xf32>, padding (0 of B) (PaddedExtent(sizes=('a', 7)),))->(tensor<Bx7xf32>) None"
+    assert templates.with_room(neg("(33, 64, 64)", 64)) == pattern.replace("B", "64")
+    assert templates.with_room(neg("(1, 64, 64)", 64)) is None
+    assert templates.with_room(neg("(64, 64, 64)", 64)) is None
+    fields = "neg", "@0 $A $B-1", [0], [None], "", [], ["a - $A"], []
+    line = templates.line_of(["cpu"], pattern.replace("7", "A"), FragmentTemplate(*fields))
+    held = templates.OfAnOp({}, [line], "cpu")
+    ((template, sizes),) = held.matching(neg("(17, 32, 32)", 32))
+    assert sizes == {"A": "7", "B": "32"}
+    filled = template.filled(sizes)
+    assert filled is not None
+    assert filled.text.endswith(" 7 31")
+    assert filled.unequal == ("a - 7",)
+    assert not list(held.matching(neg("(33, 64, 64)", 2**20)))  # whose places are not counted in i32
+
+
+def test_sizes_that_are_equal_and_those_that_are_apart() -> None:
+    fields = "mm", "@0 $A $B $C", [0, 1], [None], "", [], []
+    pattern = "mm(tensor<AxBxf32>,tensor<BxCxf32>)->(tensor<AxCxf32>) highest"
+    described = "mm(tensor<{0}x{1}xf32>,tensor<{1}x{2}xf32>)->(tensor<{0}x{2}xf32>) highest"
+
+    def found(apart: list[list[str]], *sizes: int) -> list[Any]:
+        held = templates.OfAnOp({}, [templates.line_of(["cpu"], pattern, FragmentTemplate(*fields, apart))], "cpu")
+        return [list(sizes.values()) for _, sizes in held.matching(described.format(*sizes))]
+
+    assert found([], 3, 3, 5) == [["3", "3", "5"]]
+    assert found([["A", "B"]], 3, 3, 5) == []
+    assert found([["A", "B"]], 3, 4, 3) == [["3", "4", "3"]]
+    assert found([["C", "4"]], 3, 3, 4) == []
+    assert found([], 1, 3, 4) == []
+
+
+def test_functions_that_are_alike_are_one() -> None:
+    inner = "  func.func private @0_{}(%arg0: i1) -> i1 {{\n    return %arg0 : i1\n  }}"
+    root = "  func.func private @0() -> i1 {\n    call @0_1, @0_2, @0_3, @0_10\n  }"
+    other = "  func.func private @0_3() -> i1 {\n    call @0_2\n  }"
+    text = "\n".join([root, inner.format(1), inner.format(2), other, inner.format(10)])
+    kept = [
+        root.replace("@0_2, @0_3, @0_10", "@0_1, @0_2, @0_1"),
+        inner.format(1),
+        other.replace("_2", "_1").replace("_3", "_2"),
     ]
-    assert list(templates.patterns("mm(tensor<3x5xf32>,tensor<5x3xf32>)->(tensor<3x3xf32>) highest")) == [
-        ("mm(tensor<AxBxf32>,tensor<BxAxf32>)->(tensor<AxAxf32>) highest", {"A": "3", "B": "5"})
-    ]
-    assert list(templates.patterns("neg(tensor<f32>)->(tensor<f32>) None")) == [
-        ("neg(tensor<f32>)->(tensor<f32>) None", {})
-    ]
+    assert without_copies(text) == "\n".join(kept)
+    assert without_copies(kept[0]) == kept[0]
 
 
 def description(sizes: str) -> str:
@@ -117,17 +173,61 @@ def description(sizes: str) -> str:
 def test_a_template_of_other_sources_does_not_count(tmp_path: Path, held: Any) -> None:
     assert Templates(FOLDER, "cpu").find(description("3x5x"), LOWERINGS["relu"]) is not None
     assert Templates(FOLDER, "vulkan").find(description("3x5x"), LOWERINGS["relu"]) is None
-    of_op = held["relu"]
-    changed = {**of_op, "sources": dict.fromkeys(of_op["sources"], "of other sources")}
-    (tmp_path / "relu.json").write_text(json.dumps(changed))
+    head, rows = held["relu"]
+    changed = {**head, "sources": dict.fromkeys(head["sources"], "of other sources")}
+    (tmp_path / "relu.jsonl").write_text("\n".join(map(json.dumps, [changed, *rows])))
     assert Templates(tmp_path, "cpu").find(description("3x5x"), LOWERINGS["relu"]) is None
     assert Templates(tmp_path / "none", "cpu").find(description("3x5x"), LOWERINGS["relu"]) is None
 
 
 @pytest.mark.bailouts("template")
 def test_a_damaged_file_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mul.Tensor.json").write_text("{")
+    (tmp_path / "mul.Tensor.jsonl").write_text("{")
     monkeypatch.setattr(startup.engine().fragments, "_templates", Templates(tmp_path, "cpu"))
     before = metrics.snapshot()["fragment_traces"]
     assert torch.ones(613, 2, 3, device="tpu").mul(4).sum().item() == 613 * 24
     assert metrics.snapshot()["fragment_traces"] > before
+
+
+JOINS = [
+    ("stack", [shape] * count, dim)
+    for shape in ((), (3,), (2, 1, 3))
+    for count in (2, 5, 16, 17, 33)
+    for dim in range(-len(shape) - 1, len(shape) + 1)
+] + [
+    ("cat", [(*shape[:dim], k % 3 + 1, *shape[dim:]) for k in range(count)], dim - is_counted_back * (len(shape) + 1))
+    for shape in ((), (3,), (2, 1))
+    for count in (2, 16, 40)
+    for dim in range(len(shape) + 1)
+    for is_counted_back in (False, True)
+]
+
+
+def joining(name: str, shapes: list[tuple[int, ...]], dim: int, dtypes: list[torch.dtype]) -> Op:
+    given = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)]
+    made = getattr(torch, name)(given, dim)
+    operands = tuple(
+        Operand(~k, tuple(t.shape), t.stride(), 0, t.dtype, Base(tuple(t.shape), t.dtype)) for k, t in enumerate(given)
+    )
+    shape = tuple(made.shape)
+    return Op(
+        name, (operands, dim), (Result(0, shape, made.stride(), made.dtype, Base(shape, made.dtype)),), (), "here"
+    )
+
+
+def test_what_a_join_writes_is_what_tracing_gives() -> None:
+    ops_found = [joining(name, shapes, dim, [torch.float32] * len(shapes)) for name, shapes, dim in JOINS]
+    ops_found += [joining("cat", [(2,), (3,)], 0, [dtype] * 2) for dtype in (torch.bool, torch.int64, torch.complex64)]
+    asked = [(op, LOWERINGS[op.name]) for op in ops_found]
+    traced = Tracer(startup.engine().client, "cpu", ops.Context).trace(asked)
+    assert [written_fragment(op, entry) for op, entry in asked] == traced
+
+
+def test_a_join_that_converts_or_leaves_out_is_traced() -> None:
+    left = [
+        joining("cat", [(2,), (3,)], 0, [torch.int64, torch.float32]),
+        joining("cat", [(0, 2), (3, 2)], 0, [torch.float32] * 2),
+        joining("cat", [(0,), (3, 2)], 0, [torch.float32] * 2),
+        joining("stack", [(2,)], 0, [torch.float32]),
+    ]
+    assert [written_fragment(op, LOWERINGS[op.name]) for op in left] == [None] * len(left)

@@ -39,7 +39,8 @@ from torchtpu.runtime.ir.program import Base, Lifted, Op, Program
 from torchtpu.runtime.ir.values import operands
 from torchtpu.runtime.lowering import fingerprint
 from torchtpu.runtime.lowering.emit import Aval, Check, Module, lower
-from torchtpu.runtime.lowering.fragments import EVALUATION, Fragments
+from torchtpu.runtime.lowering.fragments import Fragments
+from torchtpu.runtime.lowering.templates import EVALUATION
 from torchtpu.runtime.lowering.views import Digit
 from torchtpu.runtime.padding.layout import shape_agnostic_signature
 from torchtpu.runtime.partition.clusters import Clusters, Places, cut_out, may_have_clusters, search

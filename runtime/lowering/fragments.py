@@ -24,12 +24,11 @@ from torchtpu.runtime.telemetry.counters import Counters
 
 from . import fingerprint
 from .learned_templates import LearnedTemplates
-from .templates import Templates
-from .tracing import Fragment, Tracer, explained
+from .templates import EVALUATION, Templates
+from .tracing import Fragment, Tracer, explained, written_fragment
 
 _BATCH = 128  # ops traced in one module
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$-]*")
-EVALUATION = "torchtpu.runtime.padding.evaluate"  # what an op with padding is traced with
 
 
 class Fragments:
@@ -153,7 +152,7 @@ class Fragments:
                 continue
             try:
                 entry = self._lowerings.entry(op.name, self.platform)
-                found = self._by_template(key, op, entry)
+                found = self._without_tracing(key, op, entry, watched)
                 if found is None and self._store.keeps and entry.persists:
                     found = self._store.load(self._disk_key(key, entry), functools.partial(_decode, op=op))
                     self._counters.fragment_hits_disk += found is not None
@@ -170,12 +169,16 @@ class Fragments:
             self._keep(key, fragment)
         return added
 
-    def _by_template(self, key: str, op: Op, entry: LoweringEntry) -> Fragment | None:
-        """The op's fragment by a template; None where there is none."""
+    def _without_tracing(self, key: str, op: Op, entry: LoweringEntry, watched: str) -> Fragment | None:
+        """The op's fragment as its lowering writes it or by a template; None where there is none."""
         found = None
-        if op.padding is None and entry.persists:
+        if entry.persists:
             with self.bailouts.attempt("template", op.line):
-                found = self._templates.find(key, entry) or self._learned.find(key)
+                if watched == "off":
+                    found = written_fragment(op, entry)
+                found = found or self._templates.find(key, entry)
+                if op.padding is None:
+                    found = found or self._learned.find(key)
                 self._counters.fragments_from_templates += found is not None
         return found
 

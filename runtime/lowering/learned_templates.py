@@ -11,7 +11,8 @@ comes, its fragment is filled in from then on.
 Invariant: what is filled in is to the letter what tracing gives. Sizes that never varied stay as they are. Of those
 that did, tracing with symbols for them shows that nothing is decided by them, but that they differ from each other and
 from the others, as they do in all ops of the kind; the text is that of sizes which no text has for another reason, and
-gives the fragments that have been traced, of other sizes than these: a number that follows from a size would show.
+gives the fragments that have been traced, of other sizes than these: a number that follows from a size, and is no
+product of some, would show.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from torchtpu.runtime.ir.calls import LoweringEntry
 from torchtpu.runtime.ir.program import Op
 
-from .templates import COUNT, SHAPE, FragmentTemplate, patterns, template_of
+from .templates import FragmentTemplate, of_sizes, template_of
 from .tracing import Fragment, Tracer
 
 SENTINELS = (211, 307, 401, 503, 607, 701, 809, 907, 1009, 1103, 1201, 1301, 1409, 1511, 1601, 1709)
@@ -107,13 +108,14 @@ class LearnedTemplates:
             kind.num_tried += 1
             varying = kind.varying([each for each, _, _ in members])
             sentinels = kind.sentinels(sizes, varying)
-            if len(sentinels) == len(varying) <= _MOST_VARYING and decides_nothing(
-                self._tracer, op, entry, sizes, varying, watched
+            if (
+                len(sentinels) == len(varying) <= _MOST_VARYING
+                and decided(self._tracer, op, entry, sizes, varying, watched) is not None
             ):
                 asked.append((kind, op, entry, sizes, varying, sentinels))
         made = self._resized([(op, entry, sentinels) for _, op, entry, _, _, sentinels in asked], watched)
         for (kind, _, entry, sizes, varying, _), found in zip(asked, made, strict=True):
-            template = None if found is None else _template(entry, sizes, varying, *found)
+            template = None if found is None else _template(entry, sizes, *found)
             if template is not None and all(template.filled(known) == fragment for known, fragment in kind.traced):
                 fixed = {letter: size for letter, size in sizes.items() if letter not in varying}
                 kind.templates.append((fixed, template))
@@ -131,10 +133,11 @@ class LearnedTemplates:
         return [made for each in asked for made in self._resized([each], watched)]
 
 
-def decides_nothing(
+def decided(
     tracer: Tracer, op: Op, entry: LoweringEntry, sizes: Mapping[str, str], varying: Sequence[str], watched: str = "off"
-) -> bool:
-    """Whether tracing an op decides nothing by the sizes of these letters, but that all of its sizes differ."""
+) -> list[list[str]] | None:
+    """The pairs of which tracing an op decides that they differ, of these letters and other sizes; None where it
+    decides anything else by the sizes of these letters."""
     from torchtpu.runtime.padding.evaluate import Symbols
 
     symbols = Symbols([(2, 2**31 - 1, 2**31 - 1)] * len(varying))
@@ -142,29 +145,25 @@ def decides_nothing(
     try:
         found = tracer.decisions(op, entry, {int(sizes[k]): v for k, v in named.items()}, symbols, watched)
     except Exception:  # noqa: BLE001 - whatever cannot be done with symbolic sizes
-        return False
-    all_of_them = [named.get(letter, int(size)) for letter, size in sizes.items()]
-    return {str(one - other) for one, other in itertools.permutations(all_of_them, 2)}.issuperset(found)
+        return None
+    of_letters = {letter: named.get(letter, int(size)) for letter, size in sizes.items()}
+    pairs = {
+        str(of_letters[one] - of_letters[other]): [x if x in named else sizes[x] for x in sorted((one, other))]
+        for one, other in itertools.permutations(of_letters, 2)
+    }
+    return sorted(map(list, {tuple(pairs[text]) for text in found})) if pairs.keys() >= set(found) else None
 
 
 def _kind_of(description: str) -> tuple[str, dict[str, str]]:
     """The pattern of an op for single sizes, and these. One with more sizes than letters is of a kind of its own."""
-    *_, (pattern, sizes) = (description, dict[str, str]()), *patterns(description)
-    if SHAPE in sizes:
-        return description, {}
-    sizes.pop(COUNT, None)
-    return pattern, sizes
+    return of_sizes(description) or (description, {})
 
 
 def _template(
-    entry: LoweringEntry,
-    sizes: Mapping[str, str],
-    varying: Sequence[str],
-    fragment: Fragment,
-    became: Mapping[int, Any],
+    entry: LoweringEntry, sizes: Mapping[str, str], fragment: Fragment, became: Mapping[int, Any]
 ) -> FragmentTemplate | None:
     """The template of a fragment that was traced with sentinels."""
     letters = {letter: str(became.get(int(sizes[letter]), sizes[letter])) for letter in sizes}
     if len(set(letters.values())) < len(letters):  # what a result has is not to be told from another size
         return None
-    return template_of(entry.name, fragment, {letter: letters[letter] for letter in varying})
+    return template_of(entry.name, fragment, letters)

@@ -89,11 +89,14 @@ class Tracer:
     def decisions(
         self, op: Op, entry: LoweringEntry, sizes: Mapping[int, Any], symbols: Symbols, watched: str = "off"
     ) -> tuple[str, ...]:
-        """What tracing an op, with symbols for some sizes, took for other than 0 without knowing."""
+        """What tracing an op, with symbols for some sizes, took for other than 0 without knowing; raises what tracing
+        raises, and ValueError where the lowering has another form for known sizes."""
         trace = self._resized(op, entry, sizes, watched)
         with self._client.tracing():
             symbols.trace(trace.function("op"), [_struct(p) for p in trace.parameters])
         self._count(1)
+        if trace.needs_sizes:
+            raise ValueError(f"{entry.name} has another form where sizes are known")
         return symbols.unequal()
 
     def _resized(self, op: Op, entry: LoweringEntry, sizes: Mapping[int, Any], watched: str) -> _ResizedTrace:
@@ -141,6 +144,11 @@ class _Trace:
         self._results = tuple((r.sizes, r.dtype) for r in results_of(op))
         self._context = context(entry.name, platform, self._sizes_of_results(), precision_of(op))
         _, self.parameters = parameters(op)
+
+    @property
+    def needs_sizes(self) -> bool:
+        """Whether the lowering, once traced, has another form where sizes are known."""
+        return bool(self._context.needs_sizes)
 
     def _sizes_of_results(self) -> tuple[tuple[tuple[Any, ...], torch.dtype], ...]:
         """What the lowering is to return."""
@@ -211,6 +219,30 @@ class _Trace:
 def symbol_of(op: str, text: str) -> str:
     """The name of an op's function, whose text has the name @0."""
     return f"{_NO_NAME.sub('_', op)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def written_fragment(op: Op, entry: LoweringEntry) -> Fragment | None:
+    """The fragment of an op whose lowering writes it, without jax; None where it does not."""
+    if entry.write is None or op.writes or op.padding is not None:
+        return None
+    listed, *others = op.args
+    if not all(type(item) is Operand for item in listed):
+        return None
+    (made,) = results_of(op)
+    elements = [tensor_type((), item.dtype)[len("tensor<") : -1] for item in (*listed, made)]
+    shapes = [item.sizes for item in (*listed, made)]
+    *given, of_result = zip(shapes, elements, strict=True)
+    lines = entry.write(given, of_result, *others)
+    if lines is None:
+        return None
+    ins = [tensor_type(item.sizes, item.dtype) for item in listed]
+    out = tensor_type(made.sizes, made.dtype)
+    lines = [*lines, f"return {lines[-1].split()[0]} : {out}"]
+    head = f"({', '.join(f'%arg{n}: {kind}' for n, kind in enumerate(ins))}) -> ({out}) {{"
+    text = "\n".join([f"  func.func private @0{head}", *(f"    {line}" for line in lines), "  }"])
+    symbol = symbol_of(entry.name, text)
+    signature = f"({', '.join(ins)}) -> ({out})"
+    return Fragment(symbol, text.replace("@0", f"@{symbol}"), tuple(range(len(ins))), (None,), signature, ())
 
 
 class _ResizedTrace(_Trace):
@@ -328,9 +360,28 @@ def _canonical(functions: dict[str, tuple[str, str]], root: str) -> str:
     for name in waiting:
         head, body = functions[name]
         texts.append(f"  func.func private @{names[name]}{head}\n{_SYMBOL.sub(rename, body)}  }}")
-    return "\n".join(texts)
+    return without_copies("\n".join(texts))
 
 
+def without_copies(text: str) -> str:
+    """Functions @0, @0_1, ... with one for those that are alike: jax sees that of some, and of others where their sizes
+    are equal."""
+    while True:
+        parts = _INNER.split(text)  # what is before the first, then name and rest of each
+        named = list(zip(parts[1::2], parts[2::2], strict=True))
+        first: dict[str, str] = {}
+        copies = {name: other for name, rest in named[1:] if (other := first.setdefault(rest.strip(), name)) != name}
+        if not copies:
+            return text
+        kept = [(name, rest) for name, rest in named if name not in copies]
+        new = {name: f"@0_{k}" if k else "@0" for k, (name, _) in enumerate(kept)}
+        new |= {name: new[other] for name, other in copies.items()}
+        text = "".join(f"  func.func private {name}{rest}" for name, rest in kept).rstrip("\n")
+        text = _NAME.sub(lambda found, new=new: new[found[0]], text)  # type: ignore[misc]
+
+
+_INNER = re.compile(r"^  func\.func private (@0(?:_\d+)?)(?=\()", re.MULTILINE)
+_NAME = re.compile(r"@0(?:_\d+)?\b")
 _FUNCTION = re.compile(r"^  func\.func (?:public|private) @([\w.$-]+)(\(.*?)\n(.*?)^  \}$", re.MULTILINE | re.DOTALL)
 _PARAMETER = re.compile(r"%arg(\d+)\b")
 _RETURN = re.compile(r"^    return(?: (.*?) :.*)?$", re.MULTILINE)

@@ -29,7 +29,8 @@ class Context:
 
     `results` lists (shape, dtype) of each array the lowering has to return, flattened: the unaliased returns in schema
     order, then the written arguments.  The engine casts to these dtypes, so a lowering need not.  `precision` is None
-    unless the op is registered as one that multiplies.
+    unless the op is registered as one that multiplies. `needs_sizes` says whether the lowering has another form where
+    sizes are known.
     """
 
     op: str
@@ -37,15 +38,17 @@ class Context:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     precision: str | None = None
     checks: list[tuple[Any, str, type[Exception]]] = field(default_factory=list)
+    needs_sizes: bool = False
 
     @contextlib.contextmanager
     def assumes(self, default_dtype: torch.dtype) -> Iterator[None]:
         """Lowerings promote as where this is the default dtype."""
-        before, _assumed.default_dtype = _assumed.default_dtype, default_dtype
+        before = _assumed.default_dtype, _assumed.context
+        _assumed.default_dtype, _assumed.context = default_dtype, self
         try:
             yield
         finally:
-            _assumed.default_dtype = before
+            _assumed.default_dtype, _assumed.context = before
 
     def check(self, ok: Any, message: str, error: type[Exception] = IndexError) -> None:
         """Fails the op at the next read with `error(message)` where the boolean array `ok` has a False."""
@@ -56,9 +59,17 @@ class _Assumed(threading.local):
     """What holds where an op that is being traced was called."""
 
     default_dtype: torch.dtype | None = None
+    context: Context | None = None
 
 
 _assumed = _Assumed()
+
+
+def note_unknown() -> None:
+    """The lowering that is being traced would have another form if it knew a size."""
+    if _assumed.context is not None:
+        _assumed.context.needs_sizes = True
+
 
 Row = tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool]
 
@@ -79,6 +90,9 @@ class Lowering:
     maps: the op goes through lists in step: element i of a result depends on element i of each list, and on what is no
         list.
     repeats: called again with the same arguments, the op is computed again, and not before its turn.
+    write: makes the lines of StableHLO that the function is traced into, without jax, for an op of a list of arrays: of
+        the shape and element type of each, those of the result, and the other arguments; None where it cannot. `%arg0`
+        is the first.
     """
 
     name: str
@@ -93,6 +107,7 @@ class Lowering:
     multiplies: bool = False
     maps: bool = False
     repeats: bool = False
+    write: Callable[..., list[str] | None] | None = None
 
     @functools.cached_property
     def takes_context(self) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchtpu.ops.registry import jax, jnp, lax
+from torchtpu.ops.registry import jax, jnp, lax, note_unknown
 
 
 def is_known(*sizes: Any) -> bool:
-    """Whether all of them are ints."""
-    return all(isinstance(size, int) for size in sizes)
+    """Whether all of them are ints; what hangs on that is another text for some sizes."""
+    known = all(isinstance(size, int) for size in sizes)
+    if not known:
+        note_unknown()
+    return known
 
 
 def is_at_most(size: Any, limit: int) -> bool:
@@ -18,12 +21,13 @@ def is_at_most(size: Any, limit: int) -> bool:
     try:
         return bool(size <= limit)
     except jax.errors.InconclusiveDimensionOperation:
+        note_unknown()
         return False
 
 
 def as_number(size: Any, dtype: Any) -> Any:
     """A size to compute with, rounded to the dtype."""
-    return dtype(size) if is_known(size) else jnp.asarray(size).astype(dtype)
+    return dtype(size) if isinstance(size, int) else jnp.asarray(size).astype(dtype)
 
 
 def transpose(function: Callable[[Any], Any], like: Any, grad: Any) -> Any:

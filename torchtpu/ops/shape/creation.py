@@ -90,11 +90,12 @@ def _spaced(start, end, steps, ctx):
     else:
         compute = jnp.promote_types(jax_dtype(dtype), jnp.float32)
     start, end = (v.astype(compute) for v in ends)
-    i = lax.iota(jnp.int64, steps).astype(compute)
+    place = lax.iota(jnp.int64, steps)
+    i = place.astype(compute)
     step = (end - start) / max(steps - 1, 1)
     points = start + step * i
     if steps > 1:
-        points = jnp.where(i.real < steps // 2, points, end - step * (steps - 1 - i))
+        points = jnp.where(2 * place + 2 <= steps, points, end - step * (steps - 1 - i))
     return points.reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""Puts arrays together and takes them apart: concatenations, flips, windows and diagonals.
+"""Takes arrays apart: flips, windows and diagonals.
 
 A gradient of a view is a pad with zeros, a write into a view is a select or an update of a slice: never a scatter
 where the positions are known.
@@ -12,38 +12,10 @@ from typing import Any
 
 import torch
 
-from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, suggest_memory_format, without_kernels
+from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, without_kernels
 from torchtpu.ops.sizes import transpose
 
 UNROLLED_WINDOWS = 32  # overlaps up to which windows are summed by pads instead of a scatter
-
-
-@lowering("cat")
-def cat(tensors, dim=0, *, ctx):
-    # an empty vector is left out, whatever the shape of the others
-    kept = [t for t in tensors if t.shape != (0,)]
-    dtype = ctx.results[0][1]
-    return jnp.concatenate([as_dtype(t, dtype) for t in kept or tensors], dim if kept else 0)
-
-
-def _infer_stack(tensors: Any, dim: int = 0) -> torch.Tensor:
-    first = tensors[0]
-    place = dim % (first.dim() + 1)
-
-    def is_usual(t: torch.Tensor) -> bool:
-        is_alike = t.shape == first.shape and t.dtype == first.dtype
-        keeps_no_layout = suggest_memory_format(t) is torch.contiguous_format
-        return is_alike and keeps_no_layout and (place < t.dim() or t.is_contiguous())
-
-    if not -first.dim() - 1 <= dim <= first.dim() or not all(map(is_usual, tensors)):
-        return torch.stack(tensors, dim)
-    return first.new_empty((*first.shape[:place], len(tensors), *first.shape[place:]))
-
-
-@lowering("stack", "_stack", infer=_infer_stack)
-def stack(tensors, dim=0, *, ctx):
-    dtype = ctx.results[0][1]
-    return jnp.stack([as_dtype(t, dtype) for t in tensors], dim)
 
 
 @lowering("_chunk_cat")

@@ -57,8 +57,9 @@ def _convolve_on_cpu(x: Any, weight: Any, window: _Window, groups: int, ctx: Any
         return jnp.concatenate([_convolve_on_cpu(part, kernel, window, 1, ctx) for part, kernel in parts], 1)
     taps = math.prod(weight.shape[2:])
     space = _output_space(x, weight, window)
-    small = is_known(taps, *space) and math.prod(space) <= _SMALL_IMAGE and taps <= _MOST_TAPS
-    if groups > 1 or (small and taps > 1):
+    has_few = isinstance(taps, int) and 1 < taps <= _MOST_TAPS
+    small = has_few and is_known(*space) and math.prod(space) <= _SMALL_IMAGE
+    if groups > 1 or small:
         return _patches_dot(x, weight, window, groups)
     if x.ndim == 5:
         return _folded(x, weight, window, ctx)
@@ -281,7 +282,7 @@ def convolution(input, weight, bias, stride, padding, dilation, transposed, outp
 def _transposable(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
     """A convolution; where sizes are not known jax transposes none with strides, so that it is part of one without."""
     space = _output_space(x, weight, window)
-    if is_known(*space) or set(window.stride) == {1}:
+    if set(window.stride) == {1} or is_known(*space):
         return _convolve(x, weight, window, groups, ctx)
     made = _convolve(x, weight, window._replace(stride=(1,) * len(space)), groups, ctx)
     stop = [(n - 1) * s + 1 for n, s in zip(space, window.stride, strict=True)]

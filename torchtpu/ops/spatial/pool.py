@@ -35,7 +35,7 @@ class Windows:
     def overhang(self) -> int:
         """How far the last one reaches beyond the dimension; negative, if at all, where sizes are not known."""
         beyond = (self.count - 1) * self.stride + self.span - self.padding - self.length
-        return max(beyond, 0) if is_known(beyond) else beyond
+        return max(beyond, 0) if isinstance(beyond, int) else beyond
 
 
 def windows_of(
