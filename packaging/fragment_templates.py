@@ -412,11 +412,17 @@ def _rearranged() -> Iterator[Callable[[], Any]]:
                 for place, dim in itertools.product((0, 1, 2, -1), range(len(shape))):
                     taken = functools.partial(_selected, dim=dim, place=place)
                     yield lambda shape=shape, taken=taken: trained(taken, some(*shape))
+                for dim in range(len(shape)):
+                    yield lambda shape=shape, dim=dim: _at_one_place(_select_with(dim), some(*shape), 0, 2)
             yield lambda x=x: trained(lambda x: torch.cat([x, x], 1).sum() + torch.stack([x, x]).sum(), x)
 
 
 def _selected(x: torch.Tensor, dim: int, place: int) -> torch.Tensor:
     return x.select(dim, place).square().sum()
+
+
+def _select_with(dim: int) -> Callable[[torch.Tensor, int], Any]:
+    return lambda x, place: trained(functools.partial(_selected, dim=dim, place=place), x)
 
 
 def ordinary_ops(first: int = 0, step: int = 1) -> list[Op]:
@@ -586,10 +592,9 @@ def _growing_layers(shape: tuple[int, ...]) -> Iterator[Callable[[int], Any]]:
     yield lambda n: trained(lambda x: _attention(*x.chunk(3, -1)), some(*of(n).shape[:-1], 3 * wide))
     yield lambda n: [part * 2 for part in some(*of(n).shape[:-1], 3 * wide).chunk(3, -1)]
     if len(shape) == 3:
-        for size in HEADS:
-            yield lambda n, size=size: F.scaled_dot_product_attention(
-                *some(*of(n).shape[:-1], 3 * size).chunk(3, -1), is_causal=True
-            )
+        yield lambda n: F.scaled_dot_product_attention(
+            *some(*of(n).shape[:-1], 3 * wide).chunk(3, -1), is_causal=True, scale=0.5
+        )
     if len(shape) == 2:
         yield lambda n: trained(F.cross_entropy, of(n), some(n, dtype=torch.int64))
         yield lambda n: trained(
