@@ -7,7 +7,7 @@ S is the shape of all arrays of an op that have dimensions, N how many elements 
     sum.dim_IntList(tensor<AxBxf32>,[,int:1,],...)->(tensor<Axf32>) None        of tensor<3x5xf32>: A is 3, B is 5
     native_layer_norm(tensor<AxBxf32>,[,int:B,],...)->(tensor<AxBxf32>,...) None of tensor<3x5xf32>: also an int is 5
     convolution(tensor<AxBxCxDxf32>,tensor<ExBx3x3xf32>,...)->... highest       of kernels of 3 x 3 alone
-    add.Tensor(tensor<AxBxf32>,..., padding (0 of A,) (PaddedExtent(sizes=('a', B),...  of arrays with room for A rows
+    add.Tensor(tensor<AxBxf32>,..., padding (0 of A) (PaddedExtent(sizes=('a', B),...   of arrays with room for A rows
     ... func.func private @0(%arg0: tensor<$Ax$Bxf32>) -> (tensor<$Axf32>) { ...
 
 Invariant: single sizes are at least 2; those of 0 and 1 stand as they are. Sizes may be equal, but for the pairs that a
