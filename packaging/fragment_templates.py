@@ -349,7 +349,7 @@ def _convolutions() -> Iterator[Callable[[], Any]]:
 
 
 def _steps() -> Iterator[Callable[[], Any]]:
-    for shape in ((A, B), (A,), (A, A), (1, A), (A, 1), (A, B, C), (A, B, C, D)):
+    for shape in ((A, B), (A,), (1,), (1, 1), (A, A), (1, A), (A, 1), (A, B, C), (A, B, C, D)):
         for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, _momentum, torch.optim.RMSprop):
             yield lambda optimizer=optimizer, shape=shape: _step(optimizer, some(*shape))
 

@@ -51,6 +51,36 @@ def test_ordinary_ops_import_no_jax() -> None:
     assert (ended.status, ended.out) == (0, "False\n"), ended.err
 
 
+GROWING = """
+    import sys, torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    def compute(device):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 1)).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+        found = []
+        for rows in (20, 31, 32, 7, 33, 64, 100):
+            x = torch.linspace(-1, 1, 32 * rows).view(rows, 32).to(device)
+            loss = F.mse_loss(net(x), x.mean(1, keepdim=True))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return torch.stack([torch.tensor(value, device=device) for value in found]).cpu()
+
+    found = compute("tpu")
+    print("jax" in sys.modules)
+    torch.testing.assert_close(found, compute("cpu"), rtol=1e-4, atol=1e-5)
+"""
+
+
+def test_batches_of_ever_other_sizes_import_no_jax() -> None:
+    ended = run_script(GROWING, TORCHTPU_CACHE="off")
+    assert (ended.status, ended.out) == (0, "False\n"), ended.err
+
+
 def test_what_tracing_gives_is_in_the_file(rotation: int, held: Any) -> None:
     """Of a part of the ops; a lowering that was changed has no templates until the file is made anew."""
     (version,) = {head["jax"] for head, _ in held.values()}
