@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torchtpu import config, metrics, startup
 from torchtpu.runtime.lowering.templates import Templates
 from torchtpu.runtime.padding import arrays, evaluate
-from torchtpu.runtime.padding.layout import padded_capacity
+from torchtpu.runtime.padding.layout import least_in, padded_capacity
 
 pytestmark = pytest.mark.usefixtures("in_one_tier")
 
@@ -368,6 +368,58 @@ def test_capacities_are_few_and_not_much_longer_than_what_counts() -> None:
     assert len(capacities) < 70
     assert all(n <= padded_capacity(n) <= max(32, 2 * n) for n in range(1, 2000))
     assert all(n <= padded_capacity(n) <= 1.25 * n for n in range(1025, 100_000, 7))
+
+
+@pytest.mark.parametrize("left_out", [(), (16, 64)], ids=["all", "few"])
+@pytest.mark.parametrize("least", [8, 32])
+def test_the_sizes_of_a_capacity_are_those_that_get_it(least: int, left_out: tuple[int, ...]) -> None:
+    for size in range(2, 3000):
+        capacity = padded_capacity(size, least, left_out)
+        fewest = least_in(capacity, least, left_out)
+        assert capacity not in left_out
+        assert {padded_capacity(n, least, left_out) for n in (fewest, size, capacity)} == {capacity}
+        assert fewest == 2 or padded_capacity(fewest - 1, least, left_out) < capacity
+
+
+def test_where_arrays_are_small_sizes_take_fewer_programs() -> None:
+    """A network of 64 units, on batches of 20 to 90 rows, has two capacities."""
+
+    def loop(device: str) -> list[Tensor]:
+        torch.manual_seed(3)
+        rng, layers = random.Random(4), [torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4)]
+        model = torch.nn.Sequential(*layers).to(device)
+        return [model(torch.rand(rng.randint(20, 90), 16).to(device)).detach().cpu() for _ in range(30)]
+
+    compiled, padded = same_on_both(loop)
+    assert compiled == 2 + 2  # the first two as they are
+    assert padded >= 25
+
+
+def test_rows_of_two_sizes_taken_together_are_their_product() -> None:
+    """What a backward reads of (rows, columns, 8) as (rows * columns, 8) is no third size that changes."""
+    forms = []
+
+    def loop(device: str) -> list[Tensor]:
+        rng, weight = random.Random(5), torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(device)
+        found = []
+        for _ in range(12):
+            rows, columns = rng.randint(9, 30), rng.randint(9, 30)
+            both = torch.ones(rows, columns, 8).to(device)
+            flat = (both.flatten(0, 1) @ weight).clone()
+            flat.sum().item()
+            found.append((both * flat.unflatten(0, (rows, columns))).cpu())
+        return found
+
+    engine = startup.engine()
+    made = engine._builder.padded
+    engine._builder.padded = lambda padded, executable: forms.append(padded.form) or made(padded, executable)
+    try:
+        same_on_both(loop, rtol=1e-5, atol=1e-5)
+    finally:
+        del engine._builder.padded
+    inputs = {base.shape for form in forms for base in form.program.inputs}
+    assert (32 * 32, 8) in inputs
+    assert all(rows in (8, 32 * 32) for rows, *rest in inputs if rest == [8])
 
 
 # ---- random programs

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -137,21 +137,28 @@ class Plans:
 
     def note_samples(self, samples: tuple[Program, ...]) -> None:
         """Keeps what a padded form was made of."""
-        first = samples[0]
-        key, known = self._key_of_skeleton(first), self.samples(first)
-        if key is not None and samples not in known and len(known) < _MOST_FORMS:
-            data = json.dumps([list(map(encode, group)) for group in (*known, samples)], separators=(",", ":"))
-            self._store.put(key, data.encode("ascii"), {"line": first.line, "ops": len(first.ops)})
+        first, data = samples[0], None
+        for key in self._keys_of_samples(first):
+            data = data or json.dumps(list(map(encode, samples)), separators=(",", ":")).encode("ascii")
+            if not self._store.has(key):
+                self._store.put(key, data, {"line": first.line, "ops": len(first.ops)})
+            elif self._store.get(key) != data:
+                continue
+            return
 
-    def samples(self, program: Program) -> list[tuple[Program, ...]]:
+    def samples(self, program: Program) -> Iterator[tuple[Program, ...]]:
         """What each padded form of programs of the same ops was made of, in this process or another."""
-        key = self._key_of_skeleton(program)
-        return [] if key is None else self._store.load(key, _decode_samples) or []
+        for key in self._keys_of_samples(program):
+            found = self._store.load(key, _decode_samples)
+            if found is not None:
+                yield found
 
-    def _key_of_skeleton(self, program: Program) -> Key | None:
-        if not self._store.keeps:
-            return None
-        return Key.of("padding", {"shape_agnostic_signature": shape_agnostic_signature(program), "format": FORMAT})
+    def _keys_of_samples(self, program: Program) -> Iterator[Key]:
+        if self._store.keeps:
+            signature = shape_agnostic_signature(program)
+            for place in range(_MOST_FORMS):
+                parts: dict[str, str | bytes] = {"shape_agnostic_signature": signature, "format": FORMAT}
+                yield Key.of("padding", parts | {"place": str(place)})
 
     def _is_usual(self) -> bool:
         """Whether programs check no more than their ops do: what is only to find a NaN is not kept."""
@@ -269,11 +276,11 @@ def _check(program: Program, count: int, message: Any, module: Any, name: Any, p
     return Check(text(message), error_class(module, name), op.name, op.line, place, bits(sources, count))
 
 
-def _decode_samples(data: bytes) -> list[tuple[Program, ...]]:
-    groups = [tuple(map(decode, items(group))) for group in items(parsed(data), most=_MOST_FORMS)]
-    if not all(groups):
+def _decode_samples(data: bytes) -> tuple[Program, ...]:
+    samples = tuple(map(decode, items(parsed(data))))
+    if not samples:
         raise ValueError("a form that is made of nothing")
-    return groups
+    return samples
 
 
 def _encode_places(places: Places | None) -> bytes:

@@ -25,6 +25,8 @@ from .program import Base, Lifted, Op, Operand, PaddedExtent, Padding, Program, 
 FORMAT = "torchtpu manifest 2"
 _KEPT = (Base, Lifted, Op, Operand, Padding, PaddedExtent, Program, Random, Result, Scalar, Symbolic, Write)
 _CLASSES = {kept.__name__: kept for kept in _KEPT}
+_FIELDS_OF = {kept: [f.name for f in dataclasses.fields(kept)] for kept in _KEPT if dataclasses.is_dataclass(kept)}
+_PLAIN = frozenset((bool, int, float, str))
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 _VALUES: dict[str, dict[str, Any]] = {
     name: {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is kind}
@@ -170,13 +172,14 @@ def _json(*values: Any) -> bytes:
 def encode(value: Any) -> Any:
     """A program, or a part of one, as JSON has it."""
     kind = type(value)
-    if kind.__name__ in _CLASSES and _CLASSES[kind.__name__] is kind:
-        fields = value if kind is Base else [getattr(value, field.name) for field in dataclasses.fields(value)]
-        return {kind.__name__: [encode(item) for item in fields]}
-    if value is None or kind in (bool, int, float, str):
+    if value is None or kind in _PLAIN:
         return value
-    if kind in (tuple, list):
+    if kind is tuple or kind is list:
         return [encode(item) for item in value]
+    if kind in _FIELDS_OF:
+        return {kind.__name__: [encode(getattr(value, name)) for name in _FIELDS_OF[kind]]}
+    if kind is Base:
+        return {kind.__name__: [encode(item) for item in value]}
     if kind in _NAMED:
         return {_NAMED[kind]: str(value).removeprefix("torch.")}
     if kind is torch.device:

@@ -53,6 +53,9 @@ from torchtpu.runtime.ir.values import bases_of, operands
 # so many elements, or fewer if a size seems to stay so small.
 _LEAST_CAPACITY, _SHORT_CAPACITY = 32, 8
 _MANY_ELEMENTS, _FEW_ELEMENTS = 1 << 18, 1 << 12
+# Where the largest array has so few elements, computing what does not count costs less than a program of its own, and
+# these capacities are left out.
+_FEWEST_PROGRAMS, _LEFT_OUT = 1 << 14, (16, 64)
 _WIDEST_DOUBLING = 1024  # above it capacities are an eighth of a power of two apart
 _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
 _MOST_SIZE = 2**31 - 1
@@ -149,25 +152,36 @@ class Size(NamedTuple):
     def variables(self) -> set[str]:
         return {name for _, names in self.terms for name, _ in names}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a product of variables, and nothing else."""
+        only = [factor == 1 and not any(offset for _, offset in names) for factor, names in self.terms]
+        return only == [True] and (self.constant, self.divisor, self.after) == (0, 1, 0)
+
 
 # The padded ops of a program, each with the expressions that are not 0 where it is right; raises what lowering raises.
 FindConditions = Callable[[Program], Iterable[tuple[Op, tuple[str, ...]]]]
 Leaf = Any  # a slot: an int or a `Size`; None in an outline that only says what programs have in common
 
 
-def padded_capacity(size: int, least: int = _LEAST_CAPACITY) -> int:
+def padded_capacity(size: int, least: int = _LEAST_CAPACITY, left_out: Sequence[int] = ()) -> int:
     """How long a dimension of so many elements is in memory, where it is at least so long."""
     doubled = 1 << (size - 1).bit_length()
-    step = doubled // 8
-    return max(least, doubled if doubled <= _WIDEST_DOUBLING else -(-size // step) * step)
+    if doubled > _WIDEST_DOUBLING:
+        step = doubled // 8
+        return max(least, -(-size // step) * step)
+    return max(least, doubled * 2 if doubled in left_out else doubled)
 
 
-def _least_in(capacity: int, least: int) -> int:
+def least_in(capacity: int, least: int, left_out: Sequence[int] = ()) -> int:
     """The fewest elements that get this capacity."""
     if capacity <= least:
         return _LEAST_SIZE
     doubled = 1 << (capacity - 1).bit_length()
-    return (doubled // 2 if doubled <= _WIDEST_DOUBLING else capacity - doubled // 8) + 1
+    if doubled > _WIDEST_DOUBLING:
+        return capacity - doubled // 8 + 1
+    shorter = doubled // 2
+    return (shorter // 2 if shorter in left_out and shorter > least else shorter) + 1
 
 
 # ---- outlines
@@ -432,7 +446,8 @@ class _Fit:
             if found and (is_alike or found.constant == 0 or (is_sure and not is_input)):
                 return found
         if is_input:
-            return None
+            found = self._product(column) if is_sure else None
+            return found if found is not None and found.is_plain else None
         found = self._sum(column) or self._product(column) or self._quotient(column)
         is_alike = found is not None and max(abs(found.constant), abs(found.after)) < _MOST_CHANCE
         return found if is_alike or is_sure else None
@@ -539,7 +554,7 @@ class PaddedForm:
 
 
 class Template:
-    """The form that programs of one outline have in common. Raises Refused where they have none."""
+    """The form that programs of one outline have in common, the latest first. Raises Refused where they have none."""
 
     def __init__(self, shared: Outline, is_special: IsStructural, samples: Mapping[tuple[int, ...], Program]) -> None:
         self._shared = shared
@@ -565,6 +580,7 @@ class Template:
         self._sizes = {size: _at(where) for size, where in places.items()}
         self._behind = {name: self._longest(name) for name in fit.variables}
         elements = self._most_elements()
+        self._left_out = _LEFT_OUT if elements <= _FEWEST_PROGRAMS else ()
         self._shortest = {name: self._capacity_of(name, values, elements) for name, values in fit.variables.items()}
         self._sized: Outline | None = None  # with expressions for slots
         self._limits: dict[str, tuple[int, int]] = {}
@@ -635,8 +651,10 @@ class Template:
 
     def _capacity_of(self, name: str, values: Sequence[int], elements: int) -> int:
         """How long a dimension of a variable's size is in memory, at least. What is longer now than ever before may go
-        on growing."""
-        is_short = max(values) + self._behind[name] <= _SHORT_CAPACITY and values[0] < max(values)
+        on growing: by one, if one size before is all that is known."""
+        known = [*dict.fromkeys(values)]
+        is_growing = known == sorted(known, reverse=True) and (len(known) > 2 or known[0] == known[1] + 1)
+        is_short = max(values) + self._behind[name] <= _SHORT_CAPACITY and not is_growing
         is_many = elements >= (_FEW_ELEMENTS if is_short else _MANY_ELEMENTS)
         return _SHORT_CAPACITY if is_many else _LEAST_CAPACITY
 
@@ -649,11 +667,12 @@ class Template:
         behind = self._behind[name]
         if value < _LEAST_SIZE:
             raise Refused(f"a size of {value}")
-        capacity = padded_capacity(value + behind, self._shortest[name])
+        shortest = self._shortest[name]
+        capacity = padded_capacity(value + behind, shortest, self._left_out)
         least, most = self._limits.get(name, (0, _MOST_SIZE))
         most = min(capacity - behind, most)
         bound = Bound(
-            max(_LEAST_SIZE, _least_in(capacity, self._shortest[name]) - behind, least),
+            max(_LEAST_SIZE, least_in(capacity, shortest, self._left_out) - behind, least),
             most,
             min(capacity, most + behind),
         )
@@ -824,7 +843,8 @@ class Layouts:
         differing = _differing(list(samples), _MOST_SAMPLES)
         latest = [list(itertools.islice(samples, count)) for count in (_FEWEST_SAMPLES, 2)]
         for chosen in dict.fromkeys(map(tuple, (differing, *latest))):
-            yield functools.partial(Template, shared, self._is_special, {key: samples[key] for key in chosen}), True
+            latest_first = {slots: program for slots, program in samples.items() if slots in chosen}
+            yield functools.partial(Template, shared, self._is_special, latest_first), True
 
     def _sample(self, program: Program) -> _Sample:
         """A program with what was found out of it. Under the lock."""
