@@ -94,6 +94,32 @@ def test_where_a_view_begins_is_no_part_of_a_piece(identities: Callable[[Program
     assert pieces(2) == pieces(7)
 
 
+def test_views_that_begin_at_the_same_place_by_chance_are_no_other_piece(
+    identities: Callable[[Program], list[int]],
+) -> None:
+    def stream(places: list[int]) -> list[int]:
+        with Record() as record:
+            x, rows = record.input(torch.zeros(9, 4)), record.input(torch.zeros(9, 4))
+            for place in places:
+                x[place] += rows[place // 2]
+        return identities(record.program(x))
+
+    assert stream([1, 3, 5, 7, 2, 4, 6, 8]) == stream([1, 1, 5, 1, 2, 2, 6, 6])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_are_added_to_others_by_chance_the_same_keep_their_order(seed: int, in_pieces: None) -> None:
+    def loop(device: str) -> torch.Tensor:
+        rng, x = random.Random(seed), torch.arange(24.0).view(6, 4).to(device)
+        for _ in range(30):
+            i, j, k = (rng.randrange(6) for _ in range(3))
+            x[i] += x[j] * 0.5
+            x[k].copy_(torch.cat([x[j][:2], x[i][2:]]) / 2)
+        return x.cpu()
+
+    assert torch.equal(loop("tpu"), loop("cpu"))
+
+
 def test_numbers_that_only_compare_equal_are_not_the_same() -> None:
     divider = _C.Divider(lambda op: False, lambda calls: [(False, [0])] * len(calls))
 

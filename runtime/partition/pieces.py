@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from torchtpu.runtime import _C
+from torchtpu.runtime.ir.calls import written
 from torchtpu.runtime.ir.list_ops import elements, with_lists_apart
-from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Scalar
+from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Scalar, Write
 from torchtpu.runtime.ir.values import is_part, operands, rewrite
 from torchtpu.runtime.lowering.fragments import Fragments
 
@@ -99,10 +100,12 @@ class Piece:
 
     def _written(self, offsets: tuple[int, ...]) -> Program:
         numbers = PartNumbers()
-        places = {offset: Lifted("i", len(self.ints) + k) for k, offset in enumerate(offsets)}
+        places = _Places(len(self.ints)) if offsets else None
         taken = [self._taken(*call) for call in self._calls]
         bases = {operand.value: operand.base for op in taken for operand in operands(op)}
         ops = tuple(_placed(rewrite(op, numbers.read, numbers.make, numbers.lift), places) for op in taken)
+        if places is not None and places.offsets != list(offsets):
+            raise AssertionError("a piece whose views begin elsewhere")
         return Program(
             ops=ops,
             inputs=tuple(bases[value] for value in self.inputs),
@@ -165,18 +168,43 @@ def _copies_a_part(op: Op) -> bool:
     return op.name == "copy_" and any(is_part(g) for g in (*op.args[:2], *op.writes) if not isinstance(g, Scalar))
 
 
-def _placed(op: Op, places: dict[int, Lifted]) -> Op:
+class _Places:
+    """Counts where the views of a piece begin, after so many run-time ints: each has a number of its own, also where
+    others begin there. That may be chance."""
+
+    def __init__(self, ints: int) -> None:
+        self.offsets: list[int] = []
+        self._ints = ints
+
+    def lifted(self, offset: int) -> Lifted:
+        self.offsets.append(offset)
+        return Lifted("i", self._ints + len(self.offsets) - 1)
+
+
+def _placed(op: Op, places: _Places | None) -> Op:
     """The op with run-time ints for where those of its tensors begin that are not all of their arrays."""
-    if not places:
+    if places is None:
         return op
+    found: dict[int, Operand] = {}  # by the ids of those of `op`
+
+    def is_placed(given: Operand | Write) -> bool:
+        return not isinstance(given.offset, Lifted) and is_part(given)
 
     def placed(given: Any) -> Any:
         if isinstance(given, tuple):
             return tuple(map(placed, given))
-        is_placed = isinstance(given, Operand) and not isinstance(given.offset, Lifted) and is_part(given)
-        return replace(given, offset=places[given.offset]) if is_placed else given
+        if not isinstance(given, Operand) or not is_placed(given):
+            return given
+        made = found[id(given)] = replace(given, offset=places.lifted(given.offset))
+        return made
 
-    writes = tuple(
-        replace(w, offset=places[w.offset]) if not isinstance(w.offset, Lifted) and is_part(w) else w for w in op.writes
-    )
-    return replace(op, args=tuple(map(placed, op.args)), writes=writes)
+    args = tuple(map(placed, op.args))
+    writes = []
+    for write in op.writes:
+        operand = written(op, write)
+        if is_placed(write) and operand.offset == write.offset and is_placed(operand):
+            write = replace(write, offset=found[id(operand)].offset)
+        elif is_placed(write):
+            write = replace(write, offset=places.lifted(write.offset))
+        writes.append(write)
+    return replace(op, args=args, writes=tuple(writes))

@@ -423,16 +423,21 @@ class Numbers {
   std::vector<int64_t> inputs, made, floats, ints, offsets;
 };
 
+// Views have a number each, also where they begin at the same place: that may be chance.
 void put_offset(std::string& text, const Operand& slot, Numbers& numbers) {
   if (slot.number >= 0) {
     text += 'l';
     put(text, Numbers::place_of(numbers.ints, slot.number));
   } else if (slot.is_part) {
     text += 'p';
-    put(text, Numbers::place_of(numbers.offsets, slot.offset));
+    numbers.offsets.push_back(slot.offset);
   } else {
     put(text, slot.offset);
   }
+}
+
+bool begins_with(const Operand& slot, const Operand& other) {
+  return slot.number == other.number && slot.offset == other.offset && slot.is_part == other.is_part;
 }
 
 void put_call(std::string& text, const Call& call, Numbers& numbers) {
@@ -448,7 +453,7 @@ void put_call(std::string& text, const Call& call, Numbers& numbers) {
   numbers.made.insert(numbers.made.end(), call.made.begin(), call.made.end());
   for (const Target& target : call.targets) {
     numbers.made.push_back(target.value);
-    put_offset(text, target.place, numbers);
+    if (!begins_with(target.place, call.slots[target.slot])) put_offset(text += 'a', target.place, numbers);
   }
 }
 
