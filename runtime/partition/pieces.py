@@ -187,24 +187,26 @@ def _placed(op: Op, places: _Places | None) -> Op:
         return op
     found: dict[int, Operand] = {}  # by the ids of those of `op`
 
-    def is_placed(given: Operand | Write) -> bool:
-        return not isinstance(given.offset, Lifted) and is_part(given)
-
     def placed(given: Any) -> Any:
         if isinstance(given, tuple):
             return tuple(map(placed, given))
-        if not isinstance(given, Operand) or not is_placed(given):
+        offset = _begins_at(given) if isinstance(given, Operand) else None
+        if offset is None:
             return given
-        made = found[id(given)] = replace(given, offset=places.lifted(given.offset))
+        made = found[id(given)] = replace(given, offset=places.lifted(offset))
         return made
 
     args = tuple(map(placed, op.args))
     writes = []
     for write in op.writes:
-        operand = written(op, write)
-        if is_placed(write) and operand.offset == write.offset and is_placed(operand):
-            write = replace(write, offset=found[id(operand)].offset)
-        elif is_placed(write):
-            write = replace(write, offset=places.lifted(write.offset))
+        operand, offset = written(op, write), _begins_at(write)
+        if offset is not None:
+            same = _begins_at(operand) == offset
+            write = replace(write, offset=found[id(operand)].offset if same else places.lifted(offset))
         writes.append(write)
     return replace(op, args=args, writes=tuple(writes))
+
+
+def _begins_at(given: Operand | Write) -> int | None:
+    """Where a part of an array begins; None where that is a run-time int, or it is all of the array."""
+    return None if isinstance(given.offset, Lifted) or not is_part(given) else given.offset
