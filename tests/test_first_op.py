@@ -293,3 +293,22 @@ def test_the_default_dtype_is_part_of_the_question() -> None:
         assert (x / 2).dtype is torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+COLLECTED = """
+    import gc, weakref
+    import torch
+
+    print(gc.get_freeze_count() > 100_000)
+    held = torch.ones(3, device="tpu")
+    held.itself = held
+    gone = weakref.ref(held)
+    del held
+    print(gone() is not None)
+    gc.collect()
+    print(gone() is None)
+"""
+
+
+def test_garbage_is_not_looked_for_among_modules_and_is_found_elsewhere() -> None:
+    assert run_script(COLLECTED).out.split() == ["True", "True", "True"]

@@ -6,6 +6,7 @@ Its own module, because an entry point into the package itself would be looked u
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import sys
@@ -19,9 +20,15 @@ _failures: list[ImportError] = []
 
 
 def autoload() -> None:
-    """What torch calls at the end of its import: registers the device, unless that `stands_aside`."""
+    """What torch calls at the end of its import: registers the device, unless that `stands_aside`.
+
+    What is there by then are modules, which live as long as the process: no collection of garbage looks at them again.
+    It would at every full one, and lowering alone, which makes many objects, starts dozens.
+    """
     if not stands_aside():
         register()
+        if _is_being_imported("torch"):
+            gc.freeze()
     elif not _is_being_imported("torchtpu"):
         # A later import of the package is somebody's wish, and has to find it new.
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchtpu"]:
