@@ -34,7 +34,10 @@ class Divider:
     """Divides programs into pieces (`runtime.partition.pieces`, which has what the two functions are asked)."""
 
     def __init__(
-        self, maps: Callable[[Op], bool], facts: Callable[[list[tuple[Op, int]]], list[tuple[bool, list[int]]]]
+        self,
+        maps: Callable[[Op], bool],
+        facts: Callable[[list[tuple[Op, int]]], list[tuple[bool, list[int]]]],
+        ints: Callable[[Op], Sequence[int]],
     ) -> None: ...
     def divide(self, program: Program, apart: list[int]) -> list[tuple[Any, ...]]: ...
 

@@ -107,6 +107,30 @@ def test_views_that_begin_at_the_same_place_by_chance_are_no_other_piece(
     assert stream([1, 3, 5, 7, 2, 4, 6, 8]) == stream([1, 1, 5, 1, 2, 2, 6, 6])
 
 
+def test_where_the_gradient_of_a_view_lies_is_no_part_of_a_piece() -> None:
+    divider = Divider(startup.engine().fragments)
+
+    def stream(start: int, index: int) -> list[int]:
+        with Record() as record:
+            rows, row = record.input(torch.zeros(2, 4)), record.input(torch.zeros(4))
+            x = torch.ops.aten.slice_backward(rows, [9, 4], 0, start, start + 2, 1)
+            x = x + torch.ops.aten.select_backward(row, [9, 4], 0, index)
+        return [piece.identity for piece in divider.divide(record.program(x))]
+
+    assert stream(1, 3) == stream(6, 6) == stream(-3, -9)
+
+
+@pytest.mark.parametrize("start", [0, 3, -2, -9])
+def test_gradients_of_views_lie_where_the_views_do(start: int, in_pieces: None) -> None:
+    def loop(device: str) -> torch.Tensor:
+        x = torch.arange(24.0).view(6, 4).to(device).requires_grad_()
+        (x[start:].square().sum() + x[start : start + 3 : 2].sin().sum() + x[max(start, -6)].exp().sum()).backward()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    torch.testing.assert_close(loop("tpu"), loop("cpu"))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_are_added_to_others_by_chance_the_same_keep_their_order(seed: int, in_pieces: None) -> None:
     def loop(device: str) -> torch.Tensor:
@@ -121,7 +145,7 @@ def test_rows_that_are_added_to_others_by_chance_the_same_keep_their_order(seed:
 
 
 def test_numbers_that_only_compare_equal_are_not_the_same() -> None:
-    divider = _C.Divider(lambda op: False, lambda calls: [(False, [0])] * len(calls))
+    divider = _C.Divider(lambda op: False, lambda calls: [(False, [0])] * len(calls), lambda op: [])
 
     def program(number: object) -> Program:
         with Record() as record:

@@ -16,7 +16,15 @@ from collections.abc import Callable, Iterable, Sequence
 from torchtpu.compiler_cache import Key, Note, Store
 from torchtpu.runtime.device import jax_modules
 from torchtpu.runtime.device.client import Client
-from torchtpu.runtime.ir.calls import LoweringEntry, Lowerings, Parameter, describe_results, parameters, results_of
+from torchtpu.runtime.ir.calls import (
+    LoweringEntry,
+    Lowerings,
+    Parameter,
+    describe_results,
+    parameters,
+    results_of,
+    schema_of,
+)
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
 from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.telemetry.bailouts import Bailouts
@@ -75,6 +83,11 @@ class Fragments:
     def repeats(self, op: Op) -> bool:
         """Whether the op, called again with the same arguments, is to be computed again."""
         return self._entry(op).repeats
+
+    def ints(self, op: Op) -> list[int]:
+        """The places of the arguments that may be run-time ints."""
+        names = self._entry(op).ints
+        return [i for i, argument in enumerate(schema_of(op.name).arguments) if argument.name in names] if names else []
 
     def _entry(self, op: Op) -> LoweringEntry:
         try:

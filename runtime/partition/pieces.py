@@ -1,11 +1,11 @@
 """Pieces: divides a recorded program into parts of one to four ops, by what the ops are and nothing else.
 
 A stream is cut where an op's hash is the largest of the next four. Equal stretches of different streams, at any place
-of them, are so divided alike, and a piece does not know where it stood: where a view begins is a run-time number, lists
-are taken apart, and what nobody needs is left out. List elements that lie in their arrays in another way than others of
-their sizes are copied, by pieces of a copy each; where streams keep differing, tensors of different sizes are put
-together by pieces that write one each. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9 and 6.
-Where that is, and which pieces are equal, is found in C++ (`csrc/region/pieces.cpp`).
+of them, are so divided alike, and a piece does not know where it stood: where a view begins, or its gradient, is a
+run-time number, lists are taken apart, and what nobody needs is left out. List elements that lie in their arrays in
+another way than others of their sizes are copied, by pieces of a copy each; where streams keep differing, tensors of
+different sizes are put together by pieces that write one each. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9
+and 6. Where that is, and which pieces are equal, is found in C++ (`csrc/region/pieces.cpp`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Piece:
         region: Program,
         identity: int,
         lines: tuple[str, ...],
-        calls: tuple[tuple[int, int, tuple[int, ...]], ...],
+        calls: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...],
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
         made: tuple[int, ...],
@@ -65,7 +65,9 @@ class Piece:
         self.ints = ints
         self.offsets = offsets
         self._region = region
-        self._calls = calls  # the ops, with an element of their lists and the values of which only the shape is taken
+        # The ops, with an element of their lists, the values of which only the shape is taken, and the arguments that
+        # are ints and become run-time numbers.
+        self._calls = calls
         self._made = made
         self._donated = donated
         self._program: Program | None = None
@@ -101,9 +103,12 @@ class Piece:
     def _written(self, offsets: tuple[int, ...]) -> Program:
         numbers = PartNumbers()
         places = _Places(len(self.ints)) if offsets else None
-        taken = [self._taken(*call) for call in self._calls]
+        taken = [self._taken(place, element, unread) for place, element, unread, _ in self._calls]
         bases = {operand.value: operand.base for op in taken for operand in operands(op)}
-        ops = tuple(_placed(rewrite(op, numbers.read, numbers.make, numbers.lift), places) for op in taken)
+        rewritten = [rewrite(op, numbers.read, numbers.make, numbers.lift) for op in taken]
+        ops = tuple(rewritten)
+        if places is not None:
+            ops = tuple(_placed(op, ints, places) for op, (*_, ints) in zip(rewritten, self._calls, strict=True))
         if places is not None and places.offsets != list(offsets):
             raise AssertionError("a piece whose views begin elsewhere")
         return Program(
@@ -135,7 +140,7 @@ class Divider:
         watched = self._fragments.watch()
         divider = self._dividers.get(watched)
         if divider is None:
-            divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts)
+            divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts, self._fragments.ints)
         is_worth_it = self._is_worth_writes if is_often_new else lambda _: False
         plain, added = with_lists_apart(program, self._fragments.maps, is_worth_it)
         filling = [place for place, op in enumerate(plain.ops) if is_often_new and _copies_a_part(op)]
@@ -156,7 +161,8 @@ class Divider:
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
         """Of ops, or of what they do to an element of their lists: whether they have checks, and what they read."""
-        found = self._fragments.find([op if element < 0 else elements(op)[element] for op, element in calls])
+        apart = (op if element < 0 else elements(op)[element] for op, element in calls)
+        found = self._fragments.find([_with_ints(op, self._fragments.ints(op)) for op in apart])
         return [
             (bool(fragment.checks), [*fragment.used, *(n for n in fragment.forwards if n is not None)])
             for fragment, _ in found
@@ -181,10 +187,15 @@ class _Places:
         return Lifted("i", self._ints + len(self.offsets) - 1)
 
 
-def _placed(op: Op, places: _Places | None) -> Op:
-    """The op with run-time ints for where those of its tensors begin that are not all of their arrays."""
-    if places is None:
-        return op
+def _with_ints(op: Op, places: Sequence[int]) -> Op:
+    """The op with run-time ints for the ints among its arguments at these places."""
+    lifted = {i: Lifted("i", k) for k, i in enumerate(places) if type(op.args[i]) is int}
+    return replace(op, args=tuple(lifted.get(i, given) for i, given in enumerate(op.args))) if lifted else op
+
+
+def _placed(op: Op, ints: Sequence[int], places: _Places) -> Op:
+    """The op with run-time ints for the arguments `ints`, and for where those of its tensors begin that are not all of
+    their arrays."""
     found: dict[int, Operand] = {}  # by the ids of those of `op`
 
     def placed(given: Any) -> Any:
@@ -196,7 +207,7 @@ def _placed(op: Op, places: _Places | None) -> Op:
         made = found[id(given)] = replace(given, offset=places.lifted(offset))
         return made
 
-    args = tuple(map(placed, op.args))
+    args = tuple(places.lifted(given) if i in ints else placed(given) for i, given in enumerate(op.args))
     writes = []
     for write in op.writes:
         operand, offset = written(op, write), _begins_at(write)

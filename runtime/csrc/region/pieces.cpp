@@ -1,6 +1,6 @@
 // A stream is cut where an op's hash is the largest of the next four.  Equal stretches of different streams, at any
-// place of them, are so divided alike, and a piece does not know where it stood: where a view begins is a run-time
-// number, lists are taken apart, and what nobody needs is left out.
+// place of them, are so divided alike, and a piece does not know where it stood: where a view begins, or the gradient
+// of one, is a run-time number, lists are taken apart, and what nobody needs is left out.
 
 #include "region/pieces.h"
 
@@ -121,7 +121,7 @@ struct Operand {
   enum Kind : uint8_t { kTensor, kFloat, kInt } kind;
   int64_t value = kNothing;
   int64_t number = -1;   // a run-time number, or the one that says where the tensor begins
-  int64_t offset = 0;    // where that is known
+  int64_t offset = 0;    // where that is known, or an int that may become a run-time number
   bool is_part = false;  // whether it has elements, but fewer than its array
 };
 
@@ -141,6 +141,7 @@ struct Divider::Call {
   c10::SmallVector<int64_t, 2> made;
   c10::SmallVector<Target, 1> targets;
   c10::SmallVector<int64_t, 1> unread;  // values of which only the shape is taken
+  c10::SmallVector<int64_t, 2> ints;    // arguments, by place, that are ints and become run-time numbers
 };
 
 namespace {
@@ -150,8 +151,8 @@ using Call = Divider::Call;
 // Reads one op, or what it does to one element of its lists.
 class Reader {
  public:
-  Reader(PyObject* op, int element, Py_ssize_t count, Call& call)
-      : op_(op), element_(element), count_(count), call_(call) {}
+  Reader(PyObject* op, int element, Py_ssize_t count, uint64_t ints, Call& call)
+      : op_(op), element_(element), count_(count), ints_(ints), call_(call) {}
 
   // What decides the op's text, and what of that says nothing of sizes.
   std::pair<std::string, std::string> read() {
@@ -203,6 +204,12 @@ class Reader {
       both(')');
     } else if (PyTuple_CheckExact(given) || PyList_CheckExact(given)) {
       list(given, true);
+    } else if (arg_ < 64 && (ints_ >> arg_ & 1) && PyLong_CheckExact(given) && is_small(given)) {
+      both('I');
+      Operand slot{Operand::kInt};
+      slot.offset = as_int(given);
+      call_.slots.push_back(slot);
+      call_.ints.push_back(arg_);
     } else {
       item_ = -1;
       argument(given);
@@ -358,6 +365,7 @@ class Reader {
   PyObject* op_;
   int element_;
   Py_ssize_t count_;
+  uint64_t ints_;
   Call& call_;
   std::string text_, mark_;
   c10::SmallVector<Where, 4> where_;
@@ -423,12 +431,12 @@ class Numbers {
   std::vector<int64_t> inputs, made, floats, ints, offsets;
 };
 
-// Views have a number each, also where they begin at the same place: that may be chance.
+// Views, and ints, have a number each, also where they are the same: that may be chance.
 void put_offset(std::string& text, const Operand& slot, Numbers& numbers) {
   if (slot.number >= 0) {
     text += 'l';
     put(text, Numbers::place_of(numbers.ints, slot.number));
-  } else if (slot.is_part) {
+  } else if (slot.is_part || slot.kind == Operand::kInt) {
     text += 'p';
     numbers.offsets.push_back(slot.offset);
   } else {
@@ -446,8 +454,10 @@ void put_call(std::string& text, const Call& call, Numbers& numbers) {
     if (slot.kind == Operand::kTensor) {
       put(text, numbers.read(slot.value));
       put_offset(text, slot, numbers);
+    } else if (slot.kind == Operand::kInt) {
+      put_offset(text, slot, numbers);
     } else {
-      put(text, Numbers::place_of(slot.kind == Operand::kFloat ? numbers.floats : numbers.ints, slot.number));
+      put(text, Numbers::place_of(numbers.floats, slot.number));
     }
   }
   numbers.made.insert(numbers.made.end(), call.made.begin(), call.made.end());
@@ -483,6 +493,15 @@ bool Divider::maps(const std::string& name, py::handle op) {
   if (it != goes_in_step_.end()) return it->second;
   bool found = maps_(op).cast<bool>();
   goes_in_step_[name] = found;
+  return found;
+}
+
+uint64_t Divider::ints(const std::string& name, py::handle op) {
+  auto it = takes_ints_.find(name);
+  if (it != takes_ints_.end()) return it->second;
+  uint64_t found = 0;
+  for (auto place : ints_(op)) found |= uint64_t{1} << place.cast<int>();
+  takes_ints_[name] = found;
   return found;
 }
 
@@ -525,14 +544,15 @@ std::vector<Call> Divider::calls_of(const py::tuple& ops) {
   for (size_t place = 0; place < ops.size(); place++) {
     PyObject* op = PyTuple_GET_ITEM(ops.ptr(), place);
     auto args = get(op, fields().args);
+    auto name = get(op, fields().name).cast<std::string>();
     std::vector<Call> row;
     auto read = [&](int element, Py_ssize_t count) {
       Call call{place, element};
-      auto [text, mark] = Reader(op, element, count, call).read();
+      auto [text, mark] = Reader(op, element, count, ints(name, op), call).read();
       call.sign = sign_of(text, mark);
       return call;
     };
-    if (has_list_of_tensors(args.ptr()) && maps(get(op, fields().name).cast<std::string>(), op)) {
+    if (has_list_of_tensors(args.ptr()) && maps(name, op)) {
       Py_ssize_t count = length_of_lists(args.ptr());
       for (Py_ssize_t e = 0; count >= 2 && e < count; e++) row.push_back(read(static_cast<int>(e), count));
       if (writes_twice(row)) row.clear();
@@ -656,7 +676,9 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
       put_call(text, call, numbers);
       py::tuple unread(call.unread.size());
       for (size_t k = 0; k < call.unread.size(); k++) unread[k] = py::int_(call.unread[k]);
-      taken[i] = py::make_tuple(call.place, call.element, unread);
+      py::tuple ints(call.ints.size());
+      for (size_t k = 0; k < call.ints.size(); k++) ints[k] = py::int_(call.ints[k]);
+      taken[i] = py::make_tuple(call.place, call.element, unread, ints);
       lines[i + 1] = get(PyTuple_GET_ITEM(ops.ptr(), call.place), f.line);
     }
     std::vector<int64_t> outputs, made, donated;
@@ -691,7 +713,7 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
 }
 
 void bind_pieces(py::module& m) {
-  py::class_<Divider>(m, "Divider").def(py::init<py::object, py::object>()).def("divide", &Divider::divide);
+  py::class_<Divider>(m, "Divider").def(py::init<py::object, py::object, py::object>()).def("divide", &Divider::divide);
   m.def("ends_of", &ends_of);
 }
 

@@ -25,8 +25,10 @@ struct Sign {
 class Divider {
  public:
   // `maps(op)`: whether an op goes through its lists in step.  `facts([(op, element), ...])`: of each op, or of what it
-  // does to one element of its lists, whether it has checks and which of its run-time arguments are used.
-  Divider(py::object maps, py::object facts) : maps_(std::move(maps)), facts_(std::move(facts)) {}
+  // does to one element of its lists, whether it has checks and which of its run-time arguments are used.  `ints(op)`:
+  // the places of its arguments that may be run-time ints, below 64.
+  Divider(py::object maps, py::object facts, py::object ints)
+      : maps_(std::move(maps)), facts_(std::move(facts)), ints_(std::move(ints)) {}
   // The pieces, each as what runtime.partition.pieces.Piece is made with, but for the first two.  The ops at the places
   // `apart`, in ascending order, are pieces of their own: what they make is not donated, and only what they write into
   // is donated to them.
@@ -36,13 +38,15 @@ class Divider {
 
  private:
   bool maps(const std::string& name, py::handle op);
+  uint64_t ints(const std::string& name, py::handle op);
   std::shared_ptr<Sign> sign_of(const std::string& text, const std::string& mark);
   std::vector<Call> calls_of(const py::tuple& ops);
   void learn(const std::vector<Call>& calls, const py::tuple& ops);
   int64_t identity_of(const std::string& text);
 
-  py::object maps_, facts_;
+  py::object maps_, facts_, ints_;
   std::unordered_map<std::string, bool> goes_in_step_;
+  std::unordered_map<std::string, uint64_t> takes_ints_;  // a bit for each place
   std::unordered_map<std::string, std::shared_ptr<Sign>> signs_;
   std::unordered_map<std::string, int64_t> identities_;
 };
