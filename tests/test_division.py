@@ -524,3 +524,30 @@ def test_a_piece_that_is_forgotten_while_it_is_compiled_is_launched_as_it_was_co
     found = [chain(x.to("tpu")) for x in rows]
     for made, x in zip(found, rows, strict=True):
         torch.testing.assert_close(made.cpu(), chain(x))
+
+
+def test_equal_pieces_that_are_forgotten_before_they_are_compiled_are_each_what_its_launch_takes(
+    in_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each begins may be made a constant of the one program, and be a number that the other is given."""
+    loss_ms = Stock.loss_ms
+
+    def forgetful(stock: Stock, pieces: Any) -> float:
+        loss = loss_ms(stock, pieces)
+        stock._known.clear()
+        stock._forms.clear()
+        stock._padded.clear()
+        return loss
+
+    monkeypatch.setattr(Stock, "loss_ms", forgetful)
+    monkeypatch.setattr(Stock, "visits", lambda stock, line: 1000)  # sizes may change from here on
+
+    def scaled(x: torch.Tensor, both: torch.Tensor) -> list[torch.Tensor]:
+        a, b = both[:, :, None, None].chunk(2, 1)
+        return [(x * x.mean() * p + q).softmax(1) for p, q in ((a, b), (b, a), (a, a), (b, b))]
+
+    images = [(torch.rand(1, c, n, n), torch.rand(1, 2 * c)) for c, n in ((8, 8), (16, 4), (8, 4), (16, 8), (4, 4))]
+    found = [scaled(x.to("tpu"), both.to("tpu")) for x, both in images]  # all of them are one region
+    for made, (x, both) in zip(found, images, strict=True):
+        for part, expected in zip(made, scaled(x, both), strict=True):
+            torch.testing.assert_close(part.cpu(), expected)

@@ -186,7 +186,7 @@ class Stock:
         Where a view of a longer array begins has to be a constant: the piece is placed if it is padded in no other way.
         """
         padded = self._padded_as(piece, is_placed=False)
-        if padded is not None or not piece.offsets:
+        if padded is not None or not piece.offsets or piece.is_settled:
             return padded
         padded = self._padded_as(piece, is_placed=True)
         if padded is None or not self._may_place(piece, padded):
@@ -239,12 +239,19 @@ class Stock:
         """What launches the pieces, where other regions are launching it; None where a piece is not in use."""
         found = [self._executables.get((piece.identity, device, piece.lines)) for piece in pieces]
         in_use = [executable for executable in found if executable is not None]
-        return in_use if len(in_use) == len(found) else None
+        if len(in_use) < len(found):
+            return None
+        for piece in pieces:
+            piece.is_settled = True
+        return in_use
 
     def submit(self, pieces: Sequence[Piece], device: int) -> dict[int, PieceBuild]:
         """Has the different programs of these pieces compiled, the smallest first; by identity."""
-        different = sorted({piece.identity: piece for piece in pieces}.values(), key=lambda piece: piece.num_ops)
-        known = {piece.identity: (piece, self._find(piece)) for piece in different}
+        known: dict[int, tuple[Piece, _Known]] = {}
+        for piece in sorted(pieces, key=lambda piece: piece.num_ops):
+            found = self._find(piece)  # of equal pieces each may be placed, and is another one then
+            piece.is_settled = True
+            known[piece.identity] = piece, found
         return {
             identity: PieceBuild(
                 self._builder.submit(padded.program if padded else piece.program, plan, device, tier="pieces"), padded

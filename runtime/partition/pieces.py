@@ -33,12 +33,14 @@ class Piece:
 
     Its program is written when somebody asks for it; a launch of a known one does not. It has `num_ops` of the
     region's ops, none where it copies or writes an element of a list. Who divides says how many of its sizes,
-    `most_variables`, may change where it is padded: 0 where it is not to be.
+    `most_variables`, may change where it is padded: 0 where it is not to be. Once it `is_settled`, its identity and
+    `offsets` stay: what was compiled under the one takes the other.
     """
 
     __slots__ = (
         "_calls", "_donated", "_made", "_program", "_region",
-        "floats", "identity", "inputs", "ints", "lines", "most_variables", "num_ops", "offsets", "outputs",
+        "floats", "identity", "inputs", "ints", "is_settled", "lines", "most_variables", "num_ops", "offsets",
+        "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +58,7 @@ class Piece:
         offsets: tuple[int, ...],
     ) -> None:
         self.most_variables = 0
+        self.is_settled = False
         self.num_ops = len(calls)
         self.identity = identity
         self.lines = lines
