@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+from torchtpu.runtime.ir.checked import expression
 from torchtpu.runtime.ir.program import PaddedExtent
 from torchtpu.runtime.padding import evaluate
-from torchtpu.runtime.padding.layout import Refused
+from torchtpu.runtime.padding.layout import Refused, is_zero, value_of
 
 ROOM = 8
 SURPLUS = {"f": (np.nan, np.inf, -1e30, 1e30, 0.5), "i": (3, -1, 2**30, -(2**31)), "b": (True, False), "u": (3, 2**31)}
@@ -254,6 +255,13 @@ def test_comparisons_that_sizes_decide_are_noted_and_no_others() -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", ["a + -1*b", "- c + a + 8", "a^2 + -4*b"])
+def test_that_sizes_were_taken_for_equal_can_be_read_from_the_store(text: str) -> None:
+    condition = expression(is_zero(text))
+    for values in ({"a": 4, "b": 4, "c": 12}, {"a": 5, "b": 4, "c": 12}, {"a": 2, "b": 9, "c": 1}):
+        assert (value_of(condition, values) == 0) == (value_of(text, values) != 0)
+
+
 def test_a_comparison_that_jax_does_not_end_is_undecided() -> None:
     a, b, c, d = evaluate.Symbols([(2, 32, 32), (2, 32, 32), (2, 7, 32), (2, 7, 32)]).sizes("abcd")
     pixels = (a - 2 * c + 6) * (b - 2 * d + 6) * (a + b - c - d + 3) * (a - d + 1)

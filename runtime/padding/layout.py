@@ -915,7 +915,7 @@ def _check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], f
 
 def is_zero(expression: str) -> str:
     """An expression that is 0 unless this one is."""
-    return f"{_ZERO}{expression})**2, 0)"
+    return f"{_ZERO}{expression})^2, 0)"
 
 
 def _check_sure(op: Op, expressions: Sequence[str], padded: PaddedProgram) -> None:
