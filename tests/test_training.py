@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -79,6 +79,29 @@ def programs_compiled() -> int:
 )
 def test_an_optimizer_steps_as_on_the_cpu(name: str, form: str) -> None:
     assert_trains_as_on_cpu(lambda p: OPTIMIZERS[name](p, **FORMS[form]))
+
+
+class Named(torch.optim.Optimizer):
+    """One that keeps states for names beside those for parameters, and counts the steps of a part of these."""
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state.setdefault("count", torch.zeros(()))
+        self.state["count"] += 1
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                own = self.state[parameter]
+                own.setdefault("average", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.3)
+                if number % 2 == 0:
+                    own["step"] = own.get("step", torch.zeros(())) + 1
+                parameter.sub_(own["average"], alpha=group["lr"] / float(self.state["count"]))
+
+
+def test_an_optimizer_that_keeps_states_for_names_steps_as_on_the_cpu() -> None:
+    assert_trains_as_on_cpu(Named)
 
 
 @pytest.mark.parametrize(

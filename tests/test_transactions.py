@@ -486,3 +486,27 @@ def test_a_step_that_failed_counts_for_no_schedule_of_the_optimizer() -> None:
         counted = [int(optimizer.state[parameter]["step"]) for parameter in parameters if optimizer.state[parameter]]
         assert counted == {0: [], 1: [1, 1], 2: [2, 1]}[steps]
         step(2 if steps == 0 else 1).item()
+
+
+def test_a_step_that_failed_leaves_no_state_for_a_name() -> None:
+    class Averaged(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.state.setdefault("seen", torch.zeros(()))
+            self.state[parameter].setdefault("average", parameter.grad.clone())
+
+    parameter = nn.Parameter(torch.ones(3, device="tpu"))
+    optimizer = Averaged([parameter], {})
+
+    def step(index: torch.Tensor | slice) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = parameter[index].square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with pytest.raises(IndexError):
+        step(torch.tensor([9], device="tpu")).item()
+    assert not optimizer.state
+    assert step(slice(None)).item() == 3
+    assert list(optimizer.state) == ["seen", parameter]

@@ -42,12 +42,12 @@ def _undo_of(optimizer: Optimizer) -> Callable[[], None] | None:
     it has failed; None where it has done neither."""
     states = optimizer.state
     num_known = _num_states.pop(optimizer, len(states))
-    made = [weakref.ref(parameter) for parameter in islice(states, num_known, None)]
-    first: dict[str, Any] = next(iter(states.values()), {})
-    counts = first.get("step")
+    made = [_reference(key) for key in islice(states, num_known, None)]
+    first: dict[str, Any] = next((own for own in states.values() if isinstance(own, dict)), {})
     counted: list[torch.Tensor] = []
-    if num_known and isinstance(counts, torch.Tensor) and counts.device.type == "cpu":
-        counted = [own["step"] for parameter, own in islice(states.items(), num_known) if parameter.grad is not None]
+    if num_known and _is_count(first.get("step")):
+        known = [own for key, own in islice(states.items(), num_known) if getattr(key, "grad", None) is not None]
+        counted = [own["step"] for own in known if isinstance(own, dict) and _is_count(own.get("step"))]
     if not made and not counted:
         return None
 
@@ -56,13 +56,22 @@ def _undo_of(optimizer: Optimizer) -> Callable[[], None] | None:
     def undo() -> None:
         now = its()
         if now is not None:
-            for known in made:
-                parameter = known()
-                if parameter is not None:
-                    now.state.pop(parameter, None)
+            for reference in made:
+                key = reference()
+                if key is not None:
+                    now.state.pop(key, None)
         for count in counted:
             count -= 1
         made.clear()
         counted.clear()  # the regions of several devices may end with one step
 
     return undo
+
+
+def _reference(key: Any) -> Callable[[], Any]:
+    """Gives what an optimizer keeps a state for while it is there: a parameter or, in some optimizers, a name."""
+    return weakref.ref(key) if isinstance(key, torch.Tensor) else lambda: key
+
+
+def _is_count(steps: Any) -> bool:
+    return isinstance(steps, torch.Tensor) and steps.device.type == "cpu"
