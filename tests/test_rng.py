@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from script import run_script
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -91,3 +92,34 @@ def test_dropout_rates_follow_p():
     x = torch.ones(20000, device="tpu")
     for p in (0.1, 0.5, 0.9):
         assert abs(nn.functional.dropout(x, p).count_nonzero().item() / 20000 - (1 - p)) < 0.02
+
+
+TRACED = """
+    import sys, threading, numpy, torch
+
+    numpy.random.seed(3)
+    expected = numpy.random.RandomState(3)
+    assert "jax" not in sys.modules
+    done = threading.Event()
+
+    def draw_until_done():
+        while not done.is_set():
+            assert numpy.random.rand(2).tolist() == expected.rand(2).tolist()
+
+    drawing = threading.Thread(target=draw_until_done)
+    if BESIDE:
+        drawing.start()
+    torch.ones(3, device="tpu").logcumsumexp(0).tolist()
+    done.set()
+    if BESIDE:
+        drawing.join()
+    assert "jax" in sys.modules and numpy.random.rand.__self__ is numpy.random.mtrand._rand
+    print(numpy.random.rand() == expected.rand())
+"""
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a thread"])
+def test_numpy_draws_the_same_whenever_jax_is_imported(beside: bool) -> None:
+    ended = run_script(TRACED.replace("BESIDE", str(beside)), TORCHTPU_CACHE="off")
+    assert ended.status == 0, ended.err
+    assert ended.out == "True\n"

@@ -31,6 +31,7 @@ from torchtpu.compiler_cache import Key, Target, compiler_line, host_cpu_feature
 from torchtpu.runtime import _C
 from torchtpu.runtime.device.sizes import nbytes_of
 
+from . import jax_modules
 from .chips import topology_of
 from .compile_process import compile_apart
 from .jaxlib_versions import UNCHECKED_HANDLER
@@ -77,6 +78,7 @@ class Client:
         elif platform == "cpu":
             self._client = xla_client.make_cpu_client(asynchronous=False, num_devices=num_devices)
         else:
+            jax_modules.load()
             import jax.extend
 
             self._client = jax.extend.backend.get_backend(platform)
@@ -282,6 +284,7 @@ class Client:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Within it this thread's JAX traces with 64-bit types on, in full precision, and else with JAX's defaults."""
+        jax_modules.load()
         import jax
 
         _let_no_handler_into_gc()
