@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -324,3 +325,53 @@ DIVISIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_the_trial_of_a_call_does_not_refuse_values_that_it_made_up(name: str) -> None:
     expected, found = (DIVISIONS[name](torch.tensor([4, 5, 7], device=on)) for on in ("cpu", "tpu"))
     torch.testing.assert_close(found.cpu(), expected)
+RESIZED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "add": lambda x, out: torch.add(x, 1, out=out),
+    "sum": lambda x, out: torch.sum(x, 1, out=out),
+    "std": lambda x, out: torch.std(x, 1, out=out),
+    "mm": lambda x, out: torch.mm(x, x, out=out),
+    "sort": lambda x, out: torch.sort(x, out=(out, out.new_ones(7, dtype=torch.int64))),
+    "histc": lambda x, out: torch.histc(x, 5, out=out),
+    "mvlgamma": lambda x, out: torch.mvlgamma(x + 5, 2, out=out),
+    "addbmm": lambda x, out: torch.addbmm(x, x[None], x[None], out=out),
+    "eye": lambda x, out: torch.eye(2, out=out),
+    "narrow_copy": lambda x, out: torch.narrow_copy(x, 0, 1, 2, out=out),
+    "randperm": lambda x, out: torch.randperm(3, out=out),
+    "bernoulli": lambda x, out: torch.bernoulli(x, out=out),
+    "adaptive_avg_pool2d": lambda x, out: torch.ops.aten.adaptive_avg_pool2d(x[None], [2, 2], out=out),
+}
+
+
+@pytest.mark.usefixtures("warn_always")
+@pytest.mark.parametrize("name", RESIZED)
+def test_a_result_is_resized_in_the_words_of_the_cpu_or_without_any(name: str) -> None:
+    said = []
+    for on in ("cpu", "tpu"):
+        out = torch.ones(7, device=on)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            RESIZED[name](torch.full((3, 3), 1.0, device=on), out)
+        said.append((out.shape, out.stride(), [str(w.message).partition(" (Triggered")[0] for w in caught]))
+    assert said[1] == said[0]
+
+
+def test_a_result_of_a_wrong_dtype_is_refused_though_it_has_another_shape() -> None:
+    for on in ("cpu", "tpu"):
+        out = torch.ones(7, dtype=torch.int64, device=on)
+        with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+            torch.add(*ones(on, (3,), (3,)), out=out)
+        assert out.tolist() == [1] * 7
+
+
+def test_an_output_on_another_device_is_named() -> None:
+    x, out = torch.ones(3), torch.ones(1, device="tpu")
+    with pytest.raises(RuntimeError, match="Expected out tensor to have device cpu, but got tpu:0 instead"):
+        torch.sum(x, [0], out=out)
+    with pytest.raises(RuntimeError, match="Expected out tensor to have device tpu:0, but got cpu instead"):
+        torch.sum(x.to("tpu"), [0], out=x)
+    with pytest.raises(RuntimeError, match="expected device 'cpu' but got 'tpu:0' for values output"):
+        torch.mode(x, 0, out=(out, torch.ones(1, dtype=torch.int64)))
+    with pytest.raises(RuntimeError, match="expected device 'tpu:0' but got 'cpu' for indices output"):
+        torch.mode(x.to("tpu"), 0, out=(out, torch.ones(1, dtype=torch.int64)))
+
+

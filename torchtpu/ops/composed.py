@@ -25,6 +25,9 @@ _WITH_OUT = (
     "rrelu_with_noise",
 )
 
+# PyTorch's kernels of these warn of nothing where they resize an out= argument that has elements.
+_RESIZED_SILENTLY = ("adaptive_avg_pool2d", "adaptive_avg_pool3d")
+
 _libraries: list[Any] = []  # registrations last as long as these; written at import
 
 
@@ -79,8 +82,6 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _into(op: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls `function` and stores its results in the out= arguments, resized where they do not fit."""
-    from torch._prims_common.wrappers import _maybe_resize_out
-
     outs = {a.name: kwargs.pop(a.name) for a in op._schema.arguments if a.is_out}
     made = function(*args, **kwargs)
     results = made if isinstance(made, tuple) else (made,)
@@ -94,7 +95,10 @@ def _into(op: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         raise_as_cpu(op, *args, **kwargs, **outs)
     for result, out in zip(results, outs.values(), strict=True):
         if result.shape != out.shape:
-            _maybe_resize_out(out, result.shape)
+            if op.overloadpacket.__name__ in _RESIZED_SILENTLY:
+                out.resize_(result.shape)
+            else:
+                torch.ops.aten.clone.out(result, out=out)  # which warns
             out.as_strided_(result.shape, result.stride())
         out.copy_(result)
     return tuple(outs.values()) if isinstance(made, tuple) else out

@@ -4,6 +4,8 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/WrapDimUtilsMulti.h>
+#include <ATen/native/Resize.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -11,6 +13,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 
 #include "bind/bridge.h"
 #include "record/inference_cache.h"
@@ -126,6 +129,27 @@ void for_each_tensor(const IValue& v, F&& f) {
   }
 }
 
+// "var" of "var.correction_out".
+std::string_view base_name(const OpInfo& info) { return std::string_view(info.name).substr(0, info.name.find('.')); }
+
+// Argument `at` is on another device than `first`.
+[[noreturn]] void refuse_device(const OpInfo& info, const IValue* args, c10::Device first, size_t at,
+                                c10::Device other) {
+  std::optional<c10::Device> read;
+  for (size_t i = 0; i < info.args.size() && !info.handle.hasTag(at::Tag::pointwise); i++) {
+    for_each_tensor(args[i], [&](const at::Tensor& t) {
+      if (!info.args[i].is_out && !read) read = t.device();
+      if (!info.args[i].is_out || !read || t.device() == *read) return;
+      TORCH_CHECK(base_name(info) != "mode", "expected device '", *read, "' but got '", t.device(), "' for ",
+                  info.handle.schema().arguments()[i].name(), " output");
+      TORCH_CHECK(false, "Expected out tensor to have device ", *read, ", but got ", t.device(), " instead");
+    });
+  }
+  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", first, " and ",
+              other, "! (when checking argument for argument ", info.handle.schema().arguments()[at].name(),
+              " in method aten::", info.name, ")");
+}
+
 void check_devices(const OpInfo& info, const IValue* args) {
   std::optional<c10::Device> first;
   for (size_t i = 0; i < info.args.size(); i++) {
@@ -144,9 +168,7 @@ void check_devices(const OpInfo& info, const IValue* args) {
   for (size_t i = 0; i < info.args.size(); i++) {
     for_each_tensor(args[i], [&](const at::Tensor& t) {
       if (t.device() == *first || (t.dim() == 0 && t.device().is_cpu() && !info.args[i].is_written)) return;
-      TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", *first,
-                  " and ", t.device(), "! (when checking argument for argument ",
-                  info.handle.schema().arguments()[i].name(), " in method aten::", info.name, ")");
+      refuse_device(info, args, *first, i, t.device());
     });
   }
 }
@@ -490,10 +512,50 @@ std::shared_ptr<const Inferred> infer_on_meta(const OpInfo& info, const c10::Ope
   inferred->args = convert_args(info, args, at::kMeta, std::ref(meta));
   inferred->results = inferred->args;
   if (info.has_infer) {
+// Ops whose kernels resize an out= argument that has elements without a word; draws of random numbers are others.
+bool resizes_silently(const OpInfo& info) {
+  constexpr std::array<std::string_view, 5> kSilent = {"addbmm", "eye", "log_sigmoid_forward", "narrow_copy",
+                                                       "randperm"};
+  return info.random || std::ranges::find(kSilent, base_name(info)) != kSilent.end();
+}
+
+// An out= argument that has elements and another shape is resized here, with PyTorch's warning: its Python code for
+// meta tensors has another one.  False where the op refuses an output without elements.
+bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Inferred& inferred) {
+  Stack stack = inferred.args;
+  std::vector<size_t> filled;
+  for (size_t i = 0; i < info.args.size(); i++) {
+    if (!info.args[i].is_out || !stack[i].isTensor() || stack[i].toTensor().numel() == 0) continue;
+    filled.push_back(i);
+    stack[i] = at::empty({0}, stack[i].toTensor().options());
+  }
+  if (filled.empty()) return false;
+  Stack given = stack;
+  try {
+    info.has_infer ? infer_in_python(info, &stack) : run_on_meta(info, op, &stack);
+  } catch (...) {
+    if (is_interrupt()) throw;
+    return false;
+  }
+  for (size_t i : filled) {
+    const at::Tensor &out = inferred.args[i].toTensor(), &made = given[i].toTensor();
+    if (out.sizes() == made.sizes()) continue;
+    if (!resizes_silently(info)) at::native::resize_output_check(out, made.sizes());
+    out.resize_(made.sizes());
+    out.as_strided_(made.sizes(), made.strides());
+  }
+  inferred.results = std::move(stack);
+  for (size_t i = 0; i < info.return_alias.size(); i++) {
+    if (info.return_alias[i] >= 0) inferred.results[i] = inferred.args[info.return_alias[i]];
+  }
+  return true;
+}
+
     infer_in_python(info, &inferred->results);
     for (size_t i = 0; i < info.return_alias.size(); i++) {
       int alias = info.return_alias[i];
       if (alias < 0 || info.args[alias].is_out || !args[alias].isTensor()) continue;
+  if (info.may_resize && !is_range(info) && infer_with_outputs(info, op, *inferred)) return inferred;
       TORCH_CHECK(inferred->results[i].toTensor().sizes() == args[alias].toTensor().sizes(), "output with shape ",
                   args[alias].toTensor().sizes(), " doesn't match the shape ", inferred->results[i].toTensor().sizes());
     }
