@@ -96,6 +96,11 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "select_scatter of another shape": lambda on: torch.select_scatter(*ones(on, (4, 3), (4,)), 0, 1),
     "slice_scatter of another shape": lambda on: torch.slice_scatter(*ones(on, (4, 3), (3, 3)), 0, 2),
     "slice_scatter by no steps": lambda on: torch.slice_scatter(*ones(on, (4, 3), (2, 3)), 0, 2, 4, 0),
+    "nansum of a dimension of 65": lambda on: torch.nansum(torch.ones([1] * 65, device=on), 0),
+    "a number where there are bytes": lambda on: ones(on, (3,))[0].__setitem__(into(on, torch.uint8, 3), 1.0),
+    "multinomial of more than 2^24 categories": lambda on: torch.multinomial(
+        torch.ones(1, device=on).expand(2**24 + 1), 1
+    ),
     "diagonal_scatter of another length": lambda on: torch.diagonal_scatter(*ones(on, (3, 3), (2,))),
 }
 
@@ -263,6 +268,35 @@ WARNED: dict[str, tuple[str, Callable[[str], Any]]] = {
         lambda on: torch.ones(1, device=on).expand(3).masked_fill_(torch.ones(3, device=on).bool(), 2.0),
     ),
     "the deviation of nothing": ("degrees of freedom", lambda on: torch.var(torch.ones(0, 3, device=on), 0)),
+    "the deviation of one element": ("degrees of freedom", lambda on: torch.std(*ones(on, (1,)))),
+    "the variance of rows of five": (
+        r"^var_mean\(\): degrees of freedom",
+        lambda on: torch.var_mean(*ones(on, (4, 5)), 1, correction=5),
+    ),
+    "_aminmax": ("_aminmax is deprecated", lambda on: torch._aminmax(*ones(on, (3,)))),
+    "cholesky": ("torch.cholesky is deprecated", lambda on: torch.cholesky(torch.eye(3, device=on))),
+    "triangular_solve": (
+        "torch.triangular_solve is deprecated",
+        lambda on: torch.triangular_solve(*ones(on, (3, 1)), torch.eye(3, device=on)),
+    ),
+    "index_reduce": (
+        "in beta",
+        lambda on: torch.index_reduce(*ones(on, (3, 2)), 0, torch.tensor([2], device=on), *ones(on, (1, 2)), "prod"),
+    ),
+    "searchsorted of values with gaps": (
+        "input value tensor is non-contiguous",
+        lambda on: torch.searchsorted(*ones(on, (4,)), ones(on, (2, 6))[0][:, ::2]),
+    ),
+    "bucketize by boundaries with gaps": (
+        "boundary tensor is non-contiguous",
+        lambda on: torch.bucketize(*ones(on, (4,)), ones(on, (6,))[0][::2]),
+    ),
+    "writes where there are bytes": (
+        "indexing with dtype torch.uint8",
+        lambda on: ones(on, (3,))[0].__setitem__(
+            torch.tensor([1, 0, 1], dtype=torch.uint8, device=on), *ones(on, (2,))
+        ),
+    ),
     "where of bytes": (
         "uint8 condition",
         lambda on: torch.where(torch.ones(3, dtype=torch.uint8, device=on), *ones(on, (3,), (3,))),
@@ -306,25 +340,6 @@ def test_a_result_that_is_resized_warns_once() -> None:
     assert len(caught) == 1
 
 
-DIVISIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "fmod into nothing": lambda x: torch.fmod(x, x - 1, out=torch.empty(0, dtype=torch.int64, device=x.device)),
-    "remainder into nothing": lambda x: torch.remainder(x, x - 1, out=torch.empty(0, dtype=x.dtype, device=x.device)),
-    "div into nothing": lambda x: torch.div(
-        x, x - 1, rounding_mode="floor", out=torch.empty(0, dtype=x.dtype, device=x.device)
-    ),
-    "remainder_ by itself": lambda x: x.remainder_(x),
-    "floor_divide_ by itself": lambda x: x.floor_divide_(x),
-    "fmod_ by a part of itself": lambda x: x[:1].fmod_(x[1:2]),
-    "cholesky_inverse into nothing": lambda x: torch.cholesky_inverse(
-        torch.diag(x.float()), out=torch.empty(0, device=x.device)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DIVISIONS)
-def test_the_trial_of_a_call_does_not_refuse_values_that_it_made_up(name: str) -> None:
-    expected, found = (DIVISIONS[name](torch.tensor([4, 5, 7], device=on)) for on in ("cpu", "tpu"))
-    torch.testing.assert_close(found.cpu(), expected)
 RESIZED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda x, out: torch.add(x, 1, out=out),
     "sum": lambda x, out: torch.sum(x, 1, out=out),
@@ -375,3 +390,22 @@ def test_an_output_on_another_device_is_named() -> None:
         torch.mode(x.to("tpu"), 0, out=(out, torch.ones(1, dtype=torch.int64)))
 
 
+DIVISIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "fmod into nothing": lambda x: torch.fmod(x, x - 1, out=torch.empty(0, dtype=torch.int64, device=x.device)),
+    "remainder into nothing": lambda x: torch.remainder(x, x - 1, out=torch.empty(0, dtype=x.dtype, device=x.device)),
+    "div into nothing": lambda x: torch.div(
+        x, x - 1, rounding_mode="floor", out=torch.empty(0, dtype=x.dtype, device=x.device)
+    ),
+    "remainder_ by itself": lambda x: x.remainder_(x),
+    "floor_divide_ by itself": lambda x: x.floor_divide_(x),
+    "fmod_ by a part of itself": lambda x: x[:1].fmod_(x[1:2]),
+    "cholesky_inverse into nothing": lambda x: torch.cholesky_inverse(
+        torch.diag(x.float()), out=torch.empty(0, device=x.device)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_the_trial_of_a_call_does_not_refuse_values_that_it_made_up(name: str) -> None:
+    expected, found = (DIVISIONS[name](torch.tensor([4, 5, 7], device=on)) for on in ("cpu", "tpu"))
+    torch.testing.assert_close(found.cpu(), expected)

@@ -255,13 +255,19 @@ void check_overlap(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   }
 }
 
+// `count` ones along each dimension of a tensor, with gaps between them or without.
+at::Tensor ones_like(const at::Tensor& t, int64_t count, bool has_gaps = false) {
+  c10::SmallVector<int64_t, 5> sizes(t.dim(), count);
+  if (has_gaps) sizes.back() *= 2;
+  at::Tensor made = at::ones(sizes, t.options().device(at::kCPU));
+  return has_gaps ? made.slice(-1, 0, sizes.back(), 2) : made;
+}
+
 // Runs the op on one element of each argument; returns its results.
 Stack try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_warn = false) {
   std::optional<Silence> silence;
   if (!may_warn) silence.emplace();
-  Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) {
-    return at::ones(c10::SmallVector<int64_t, 5>(t.dim(), 1), t.options().device(at::kCPU));
-  });
+  Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) { return ones_like(t, 1); });
   op.callBoxed(&stack);
   return stack;
 }
@@ -506,12 +512,6 @@ std::shared_ptr<const Inferred> infer_by_iterator(const OpInfo& info, const c10:
   return inferred;
 }
 
-std::shared_ptr<const Inferred> infer_on_meta(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
-  auto inferred = std::make_shared<Inferred>();
-  SharedArgs meta(at::kMeta);
-  inferred->args = convert_args(info, args, at::kMeta, std::ref(meta));
-  inferred->results = inferred->args;
-  if (info.has_infer) {
 // Ops whose kernels resize an out= argument that has elements without a word; draws of random numbers are others.
 bool resizes_silently(const OpInfo& info) {
   constexpr std::array<std::string_view, 5> kSilent = {"addbmm", "eye", "log_sigmoid_forward", "narrow_copy",
@@ -551,11 +551,17 @@ bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Infer
   return true;
 }
 
+std::shared_ptr<const Inferred> infer_on_meta(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+  auto inferred = std::make_shared<Inferred>();
+  SharedArgs meta(at::kMeta);
+  inferred->args = convert_args(info, args, at::kMeta, std::ref(meta));
+  if (info.may_resize && !is_range(info) && infer_with_outputs(info, op, *inferred)) return inferred;
+  inferred->results = inferred->args;
+  if (info.has_infer) {
     infer_in_python(info, &inferred->results);
     for (size_t i = 0; i < info.return_alias.size(); i++) {
       int alias = info.return_alias[i];
       if (alias < 0 || info.args[alias].is_out || !args[alias].isTensor()) continue;
-  if (info.may_resize && !is_range(info) && infer_with_outputs(info, op, *inferred)) return inferred;
       TORCH_CHECK(inferred->results[i].toTensor().sizes() == args[alias].toTensor().sizes(), "output with shape ",
                   args[alias].toTensor().sizes(), " doesn't match the shape ", inferred->results[i].toTensor().sizes());
     }
@@ -568,6 +574,94 @@ bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Infer
                   args[i].toTensor().sizes(), " doesn't match the shape ", inferred->args[i].toTensor().sizes());
     }
   }
+  return inferred;
+}
+
+// ---- what kernels refuse and warn of that shape functions do not see
+
+bool has_byte_mask(const OpInfo& info, const IValue* args) {
+  bool found = false;
+  for (size_t i = 0; i < info.args.size() && info.name.find("index_put") != std::string::npos; i++) {
+    if (!args[i].isList()) continue;
+    for_each_tensor(args[i], [&](const at::Tensor& t) { found |= t.scalar_type() == at::kByte; });
+  }
+  return found;
+}
+
+void refuse_as_kernels_do(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+  if (base_name(info) == "nansum" && args[1].isIntList()) {
+    auto dims = args[1].toDimVector();
+    if (!dims.empty()) at::dim_list_to_bitset(dims, static_cast<size_t>(args[0].toTensor().dim()));
+  }
+  if (base_name(info) == "multinomial") {
+    const at::Tensor& x = args[0].toTensor();
+    TORCH_CHECK(x.dim() == 0 || x.size(-1) <= 1 << 24, "number of categories cannot exceed 2^24");
+  }
+  // one number is filled in, which bytes are no mask for
+  if (has_byte_mask(info, args) && args[2].toTensor().numel() == 1 && !args[3].toBool()) try_on_cpu(info, op, args);
+}
+
+void warn_of_freedom(const OpInfo& info, const IValue* args, const at::Tensor& made) {
+  int64_t numel = args[0].toTensor().numel();
+  if (made.numel() == 0 || args[2].isNone() && numel / made.numel() > 1) return;
+  double correction = args[2].isNone() ? 1 : args[2].toScalar().toDouble();
+  if (static_cast<double>(numel / made.numel()) - correction > 0) return;
+  TORCH_WARN(base_name(info),
+             "(): degrees of freedom is <= 0. Correction should be strictly less than the reduction factor (input "
+             "numel divided by output numel).");
+}
+
+// Kernels of which each call, on whatever it is, warns that they are to go or to change.
+bool always_warns(const OpInfo& info) {
+  constexpr std::array<std::string_view, 5> kWarning = {"_aminmax", "cholesky", "index_reduce", "index_reduce_",
+                                                        "triangular_solve"};
+  return std::ranges::find(kWarning, base_name(info)) != kWarning.end();
+}
+
+void warn_as_kernels_do(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args,
+                        const Inferred& inferred) {
+  std::string_view name = base_name(info);
+  try {
+    if (name == "var" || name == "std" || name == "var_mean" || name == "std_mean") {
+      warn_of_freedom(info, args, inferred.results[0].toTensor());
+    } else if (name == "searchsorted" || name == "bucketize") {
+      bool has_gaps = false;
+      auto shorten = [&](const at::Tensor& t) {
+        has_gaps |= !t.is_contiguous();
+        return ones_like(t, 2, !t.is_contiguous());
+      };
+      Stack stack = convert_args(info, args, at::kCPU, shorten);
+      if (has_gaps) op.callBoxed(&stack);
+    } else if (always_warns(info)) {
+      try_on_cpu(info, op, args, true);
+    } else if (has_byte_mask(info, args)) {
+      TORCH_WARN("indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool instead.");
+    }
+  } catch (const c10::Error&) {  // of what was made up here
+  }
+}
+
+std::shared_ptr<const Inferred> infer_call(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args,
+                                           bool odd) {
+  std::optional<std::string> signature = info.may_resize || odd ? std::nullopt : signature_of(info, args);
+  if (signature) {
+    if (auto known = find_inferred(*signature)) return known;
+  }
+  bool may_ask_cpu = total_bytes(info, args) <= kMaxErrorBytes && has_cpu_kernel(op);
+  if (odd) check_overlap(info, op, args, may_ask_cpu && !info.random);
+  Stack element = check_dtypes(info, op, args, may_ask_cpu);
+  std::shared_ptr<const Inferred> inferred;
+  try {
+    inferred = infer_by_shape_function(info, op, args);
+    if (!inferred) inferred = infer_by_iterator(info, op, args, element);
+    count_inference(info, !inferred);
+    if (!inferred) inferred = infer_on_meta(info, op, args);
+  } catch (...) {
+    if (!may_ask_cpu || is_interrupt()) throw;
+    raise_cpu_error(info, op, args);
+    return nullptr;  // the CPU can do it
+  }
+  if (signature) keep_inferred(std::move(*signature), inferred);
   return inferred;
 }
 
@@ -587,26 +681,10 @@ std::shared_ptr<const Inferred> infer(const OpInfo& info, const c10::OperatorHan
   check_devices(info, args);
   if (reads_through_mask(info, args)) return nullptr;
   bool odd = is_odd(info, args);  // the answer may lie in which tensors are the same
-  std::optional<std::string> signature = info.may_resize || odd ? std::nullopt : signature_of(info, args);
-  if (signature) {
-    if (auto known = find_inferred(*signature)) return known;
-  }
   PlainDispatch plain;
-  bool may_ask_cpu = total_bytes(info, args) <= kMaxErrorBytes && has_cpu_kernel(op);
-  if (odd) check_overlap(info, op, args, may_ask_cpu && !info.random);
-  Stack element = check_dtypes(info, op, args, may_ask_cpu);
-  std::shared_ptr<const Inferred> inferred;
-  try {
-    inferred = infer_by_shape_function(info, op, args);
-    if (!inferred) inferred = infer_by_iterator(info, op, args, element);
-    count_inference(info, !inferred);
-    if (!inferred) inferred = infer_on_meta(info, op, args);
-  } catch (...) {
-    if (!may_ask_cpu || is_interrupt()) throw;
-    raise_cpu_error(info, op, args);
-    return nullptr;  // the CPU can do it
-  }
-  if (signature) keep_inferred(std::move(*signature), inferred);
+  refuse_as_kernels_do(info, op, args);
+  auto inferred = infer_call(info, op, args, odd);
+  if (inferred && !odd) warn_as_kernels_do(info, op, args, *inferred);
   return inferred;
 }
 
