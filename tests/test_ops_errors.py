@@ -96,6 +96,22 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "select_scatter of another shape": lambda on: torch.select_scatter(*ones(on, (4, 3), (4,)), 0, 1),
     "slice_scatter of another shape": lambda on: torch.slice_scatter(*ones(on, (4, 3), (3, 3)), 0, 2),
     "slice_scatter by no steps": lambda on: torch.slice_scatter(*ones(on, (4, 3), (2, 3)), 0, 2, 4, 0),
+    "conv by a weight of more dimensions": lambda on: F.conv1d(*ones(on, (1, 4, 5), (1, 4, 3, 1))),
+    "mv of booleans by numbers": lambda on: torch.mv(ones(on, (2, 3))[0].bool(), *ones(on, (3,))),
+    "matmul of batches of booleans and numbers": lambda on: ones(on, (2, 2, 3))[0].bool() @ ones(on, (2, 3, 2))[0],
+    "mm of numbers and int32": lambda on: torch.mm(*ones(on, (2, 3)), ones(on, (3, 2))[0].int()),
+    "addmm of bytes": lambda on: ones(on, (2, 2))[0].addmm_(*ones(on, (2, 3)), ones(on, (3, 2))[0].byte()),
+    "cross of two dtypes": lambda on: torch.linalg.cross(*ones(on, (3,)), ones(on, (3,))[0].double()),
+    "kthvalue of complex numbers": lambda on: torch.kthvalue(ones(on, (3,))[0].cfloat(), 2),
+    "median of booleans": lambda on: torch.median(ones(on, (3,))[0].bool(), 0),
+    "min of complex numbers": lambda on: torch.min(ones(on, (3,))[0].cfloat()),
+    "cholesky of integers": lambda on: torch.linalg.cholesky(torch.eye(3, device=on).long()),
+    "max_pool2d of complex numbers": lambda on: F.max_pool2d(ones(on, (1, 4, 4))[0].cfloat(), 2),
+    "avg_pool3d of bytes": lambda on: F.avg_pool3d(ones(on, (1, 4, 4, 4))[0].byte(), 2),
+    "unfold of integers": lambda on: F.unfold(ones(on, (1, 3, 4, 4))[0].long(), 2),
+    "adaptive_avg_pool2d of integers": lambda on: F.adaptive_avg_pool2d(ones(on, (1, 3, 4, 4))[0].long(), 2),
+    "shifts of bfloat16": lambda on: ones(on, (3,))[0].bfloat16() << ones(on, (3,))[0].bfloat16(),
+    "gcd of half precision": lambda on: torch.gcd(*[ones(on, (3,))[0].half()] * 2),
     "nansum of a dimension of 65": lambda on: torch.nansum(torch.ones([1] * 65, device=on), 0),
     "a number where there are bytes": lambda on: ones(on, (3,))[0].__setitem__(into(on, torch.uint8, 3), 1.0),
     "multinomial of more than 2^24 categories": lambda on: torch.multinomial(
@@ -376,6 +392,37 @@ def test_a_result_of_a_wrong_dtype_is_refused_though_it_has_another_shape() -> N
         with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
             torch.add(*ones(on, (3,), (3,)), out=out)
         assert out.tolist() == [1] * 7
+
+
+def test_dtypes_that_cuda_alone_has_kernels_for_are_taken() -> None:
+    x = torch.tensor([[1, 2], [2, 4]], device="tpu")
+    assert torch.histc(x, 4, 1, 4).tolist() == [1, 2, 0, 1]
+    assert torch.trace(x.bool()).item() == 2
+    assert torch.nansum(x.cfloat()).item() == 9
+
+
+DECOMPOSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "cholesky": torch.linalg.cholesky,
+    "qr": torch.linalg.qr,
+    "svdvals": torch.linalg.svdvals,
+    "eigvalsh": torch.linalg.eigvalsh,
+    "eigvals": torch.linalg.eigvals,
+    "solve": lambda x: torch.linalg.solve(x, x),
+    "lu": torch.linalg.lu,
+    "lu_factor": torch.linalg.lu_factor,
+    "ormqr": lambda x: torch.ormqr(x, x[0], x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_matrices_of_half_precision_are_not_decomposed(name: str, dtype: torch.dtype) -> None:
+    said = []
+    for on in ("cpu", "tpu"):
+        with pytest.raises(NotImplementedError) as caught:
+            DECOMPOSED[name](torch.eye(3, dtype=dtype, device=on))
+        said.append(str(caught.value))
+    assert said[1] == said[0]
 
 
 def test_an_output_on_another_device_is_named() -> None:

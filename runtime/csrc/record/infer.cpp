@@ -13,7 +13,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 
 #include "bind/bridge.h"
 #include "record/inference_cache.h"
@@ -263,11 +262,16 @@ at::Tensor ones_like(const at::Tensor& t, int64_t count, bool has_gaps = false) 
   return has_gaps ? made.slice(-1, 0, sizes.back(), 2) : made;
 }
 
-// Runs the op on one element of each argument; returns its results.
-Stack try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_warn = false) {
+// Runs the op on one element of each argument, or on `most` along a dimension; returns its results.
+Stack try_on_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_warn = false,
+                 int64_t most = 1) {
   std::optional<Silence> silence;
   if (!may_warn) silence.emplace();
-  Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) { return ones_like(t, 1); });
+  Stack stack = convert_args(info, args, at::kCPU, [&](const at::Tensor& t) {
+    at::DimVector sizes(t.sizes());
+    for (int64_t& size : sizes) size = std::clamp<int64_t>(size, 1, most);
+    return at::ones(sizes, t.options().device(at::kCPU));
+  });
   op.callBoxed(&stack);
   return stack;
 }
@@ -283,15 +287,42 @@ bool is_refusal(const c10::Error& error) {
   return std::string_view(error.what_without_backtrace()).find(kRefusal) != std::string_view::npos;
 }
 
+bool is_any_of(std::string_view name, std::initializer_list<std::string_view> names) {
+  return std::ranges::find(names, name) != names.end();
+}
+
+// Whether the op is computed by LAPACK, which knows no half precision, as CUDA's libraries do not.
+bool decomposes(const OpInfo& info) {
+  return is_any_of(base_name(info), {"_linalg_eigh", "_linalg_eigvals", "_linalg_solve_ex", "_linalg_svd", "cholesky",
+                                     "geqrf", "linalg_cholesky_ex", "linalg_eig", "linalg_householder_product",
+                                     "linalg_lu", "linalg_lu_factor_ex", "linalg_qr", "ormqr"});
+}
+
+// Whether the op, which has no kernel for half precision, has none for float32 either: it is one on integers.
+bool refuses_floats(const OpInfo& info, const IValue* args) {
+  Silence silence;
+  Stack stack = convert_args(info, args, at::kCPU, [](const at::Tensor& t) {
+    bool is_half = c10::isReducedFloatingType(t.scalar_type());
+    return ones_like(t, 1).to(is_half ? at::kFloat : t.scalar_type());
+  });
+  try {
+    info.handle.callBoxed(&stack);
+  } catch (const c10::Error& error) {
+    return is_refusal(error);
+  }
+  return false;
+}
+
 // Lowerings take more dtypes than the CPU has kernels for, and ops that it has none for.  Of the dtypes below the CPU
 // takes as many as CUDA, but for one.
-bool lacks_kernel(const OpInfo& info, const c10::Error& error) {
+bool lacks_kernel(const OpInfo& info, const IValue* args, const c10::Error& error) {
   // kernels that are only there to be replaced raise too; none of them is pointwise
   if (!is_refusal(error)) return is_not_implemented(error) && !info.handle.hasTag(at::Tag::pointwise);
   std::string_view text = error.what_without_backtrace();
   text.remove_prefix(text.find(kRefusal) + kRefusal.size());
   text = text.substr(0, text.find('\''));
   if (text == "Bool" && info.name.starts_with("abs")) return true;
+  if ((text == "BFloat16" || text == "Half") && (decomposes(info) || refuses_floats(info, args))) return false;
   return std::ranges::none_of(
       std::initializer_list<at::ScalarType>{at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble, at::kBool,
                                             at::kByte, at::kChar, at::kShort, at::kInt, at::kLong},
@@ -310,6 +341,17 @@ bool takes_element(const c10::OperatorHandle& op) {
   });
 }
 
+// Whether the op multiplies tensors of one dtype, none of which is a mask or quantized.
+bool is_plain_product(const OpInfo& info) {
+  return is_any_of(base_name(info), {"addbmm", "addbmm_", "addmm", "addmm_", "addmv", "addmv_", "baddbmm", "baddbmm_",
+                                     "bmm", "dot", "linalg_cross", "linear", "mm", "mv", "vdot"});
+}
+
+// Whether an op of one tensor may have no kernel for a dtype on the CPU that it has none for on CUDA either.
+bool may_lack_kernels(const OpInfo& info, const c10::OperatorHandle& op) {
+  return has_shape_function(op) || !(info.is_foreach || is_any_of(base_name(info), {"histc", "nansum", "trace"}));
+}
+
 // What a kernel may refuse that shape functions, and torch's meta kernels, let pass.
 enum class Refuses { kNothing, kAnything, kDtype };
 
@@ -317,7 +359,8 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   if (info.random) return Refuses::kNothing;
   if (op.hasTag(at::Tag::pointwise)) return Refuses::kAnything;
   int tensors = 0;
-  bool has_number = false, is_mixed = false, has_input = false, has_out = false;
+  bool has_number = false, is_mixed = false, has_input = false, has_out = false, is_plain = is_plain_product(info);
+  bool has_half = false;
   std::optional<at::ScalarType> first;
   for (size_t i = 0; i < info.args.size(); i++) {
     for_each_tensor(args[i], [&](const at::Tensor& t) {
@@ -326,33 +369,42 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
       has_out |= info.args[i].is_out && has_input;
       has_input |= !info.args[i].is_out;
       has_number |= !c10::isFloatingType(type);
+      has_half |= c10::isReducedFloatingType(type);
       // masks, and the weights of quantized models, have dtypes of their own
-      if (type == at::kBool || type == at::kInt || c10::elementSize(type) == 1) return;
+      if (!is_plain && (type == at::kBool || type == at::kInt || c10::elementSize(type) == 1)) return;
       is_mixed |= first && type != *first;
       first = type;
     });
   }
-  if ((info.multiplies && is_mixed) || (tensors && takes_element(op)) || has_out) return Refuses::kAnything;
-  return tensors == 1 && has_number && has_shape_function(op) ? Refuses::kDtype : Refuses::kNothing;
+  if (((info.multiplies || is_plain) && is_mixed) || (tensors && takes_element(op)) || has_out)
+    return Refuses::kAnything;
+  if (has_half && decomposes(info)) return Refuses::kAnything;
+  return tensors == 1 && has_number && may_lack_kernels(info, op) ? Refuses::kDtype : Refuses::kNothing;
 }
 
 // Asks of one element; the call itself says it best, where `may_ask_cpu`.  Returns the results, where there are any.
 Stack check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_ask_cpu) {
   Refuses refuses = may_refuse(info, op, args);
   if (refuses == Refuses::kNothing || !has_cpu_kernel(op)) return {};
-  try {
-    return try_on_cpu(info, op, args, loses_warnings(info) && op.hasTag(at::Tag::pointwise));
-  } catch (const c10::Error& error) {  // perhaps for the shapes that were made up here
-    if (lacks_kernel(info, error) || (refuses == Refuses::kDtype && !is_refusal(error))) return {};
-    if (may_ask_cpu) {
-      raise_cpu_error(info, op, args);
+  for (int64_t most : {1, 8}) {
+    try {
+      Stack made = try_on_cpu(info, op, args, loses_warnings(info) && op.hasTag(at::Tag::pointwise), most);
+      return most == 1 ? made : Stack();
+    } catch (const c10::Error& error) {
+      bool is_open = refuses == Refuses::kDtype && !is_refusal(error);  // perhaps it is about the shapes made up here
+      if (is_open && most == 1) continue;
+      if (is_open || lacks_kernel(info, args, error)) return {};
+      if (may_ask_cpu) {
+        raise_cpu_error(info, op, args);
+        return {};
+      }
+      std::string_view text = error.what_without_backtrace();
+      bool names_dtypes =
+          std::ranges::any_of(std::initializer_list<std::string_view>{"same dtype", "converted", "to have dtype"},
+                              [&](std::string_view words) { return text.find(words) != std::string_view::npos; });
+      if (is_not_implemented(error) || names_dtypes) throw;
       return {};
     }
-    std::string_view text = error.what_without_backtrace();
-    bool names_dtypes =
-        std::ranges::any_of(std::initializer_list<std::string_view>{"same dtype", "converted", "to have dtype"},
-                            [&](std::string_view words) { return text.find(words) != std::string_view::npos; });
-    if (is_not_implemented(error) || names_dtypes) throw;
   }
   return {};
 }
@@ -514,9 +566,7 @@ std::shared_ptr<const Inferred> infer_by_iterator(const OpInfo& info, const c10:
 
 // Ops whose kernels resize an out= argument that has elements without a word; draws of random numbers are others.
 bool resizes_silently(const OpInfo& info) {
-  constexpr std::array<std::string_view, 5> kSilent = {"addbmm", "eye", "log_sigmoid_forward", "narrow_copy",
-                                                       "randperm"};
-  return info.random || std::ranges::find(kSilent, base_name(info)) != kSilent.end();
+  return info.random || is_any_of(base_name(info), {"addbmm", "eye", "log_sigmoid_forward", "narrow_copy", "randperm"});
 }
 
 // An out= argument that has elements and another shape is resized here, with PyTorch's warning: its Python code for
@@ -597,6 +647,8 @@ void refuse_as_kernels_do(const OpInfo& info, const c10::OperatorHandle& op, con
     const at::Tensor& x = args[0].toTensor();
     TORCH_CHECK(x.dim() == 0 || x.size(-1) <= 1 << 24, "number of categories cannot exceed 2^24");
   }
+  if (base_name(info) == "convolution" && args[0].toTensor().dim() != args[1].toTensor().dim())
+    raise_cpu_error(info, op, args);
   // one number is filled in, which bytes are no mask for
   if (has_byte_mask(info, args) && args[2].toTensor().numel() == 1 && !args[3].toBool()) try_on_cpu(info, op, args);
 }
@@ -613,9 +665,7 @@ void warn_of_freedom(const OpInfo& info, const IValue* args, const at::Tensor& m
 
 // Kernels of which each call, on whatever it is, warns that they are to go or to change.
 bool always_warns(const OpInfo& info) {
-  constexpr std::array<std::string_view, 5> kWarning = {"_aminmax", "cholesky", "index_reduce", "index_reduce_",
-                                                        "triangular_solve"};
-  return std::ranges::find(kWarning, base_name(info)) != kWarning.end();
+  return is_any_of(base_name(info), {"_aminmax", "cholesky", "index_reduce", "index_reduce_", "triangular_solve"});
 }
 
 void warn_as_kernels_do(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args,
@@ -672,7 +722,7 @@ bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const 
   try {
     try_on_cpu(info, op, args);
   } catch (const c10::Error& error) {
-    return !lacks_kernel(info, error);
+    return !lacks_kernel(info, args, error);
   }
   return false;
 }
