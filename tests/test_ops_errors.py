@@ -97,6 +97,19 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "slice_scatter of another shape": lambda on: torch.slice_scatter(*ones(on, (4, 3), (3, 3)), 0, 2),
     "slice_scatter by no steps": lambda on: torch.slice_scatter(*ones(on, (4, 3), (2, 3)), 0, 2, 4, 0),
     "conv by a weight of more dimensions": lambda on: F.conv1d(*ones(on, (1, 4, 5), (1, 4, 3, 1))),
+    "conv by booleans": lambda on: F.conv1d(*ones(on, (1, 4, 5)), ones(on, (1, 4, 3))[0].bool()),
+    "lstsq of fewer dimensions": lambda on: torch.linalg.lstsq(
+        torch.eye(3, device=on).expand(2, 3, 3), *ones(on, (3, 2, 3, 3))
+    ),
+    "logsumexp over no dimensions": lambda on: torch.logsumexp(*ones(on, (2, 3)), ()),
+    "index_select by booleans": lambda on: torch.index_select(*ones(on, (2, 3)), 0, ones(on, (2,))[0].bool()),
+    "index_fill by numbers": lambda on: torch.index_fill(*ones(on, (2, 3)), 0, *ones(on, (2,)), 1.0),
+    "rsub of booleans": lambda on: torch.rsub(ones(on, (2,))[0].bool(), *ones(on, (2,))),
+    "polar of two dtypes": lambda on: torch.polar(ones(on, (2,))[0].double(), *ones(on, (2,))),
+    "mse_loss of integers": lambda on: F.mse_loss(*[ones(on, (2,))[0].long()] * 2),
+    "binary_cross_entropy with a larger weight": lambda on: F.binary_cross_entropy(
+        *ones(on, (2, 3), (2, 3)), weight=ones(on, (4, 2, 3))[0]
+    ),
     "mv of booleans by numbers": lambda on: torch.mv(ones(on, (2, 3))[0].bool(), *ones(on, (3,))),
     "matmul of batches of booleans and numbers": lambda on: ones(on, (2, 2, 3))[0].bool() @ ones(on, (2, 3, 2))[0],
     "mm of numbers and int32": lambda on: torch.mm(*ones(on, (2, 3)), ones(on, (3, 2))[0].int()),
@@ -399,6 +412,17 @@ def test_dtypes_that_cuda_alone_has_kernels_for_are_taken() -> None:
     assert torch.histc(x, 4, 1, 4).tolist() == [1, 2, 0, 1]
     assert torch.trace(x.bool()).item() == 2
     assert torch.nansum(x.cfloat()).item() == 9
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_no_dimensions_are_all_dimensions_of_nansum(keepdim: bool) -> None:
+    x = torch.tensor([[1.0, float("nan")], [3.0, 5.0]])
+    for op in (torch.nansum, torch.nanmean):
+        found, expected = op(x.to("tpu"), (), keepdim), op(x, (), keepdim)
+        assert (found.shape, found.tolist()) == (expected.shape, expected.tolist())
+    out = torch.empty(0, device="tpu")
+    torch.nansum(x.to("tpu"), (), keepdim, out=out)
+    assert out.sum().item() == 9
 
 
 DECOMPOSED: dict[str, Callable[[torch.Tensor], Any]] = {

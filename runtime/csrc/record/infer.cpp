@@ -344,7 +344,13 @@ bool takes_element(const c10::OperatorHandle& op) {
 // Whether the op multiplies tensors of one dtype, none of which is a mask or quantized.
 bool is_plain_product(const OpInfo& info) {
   return is_any_of(base_name(info), {"addbmm", "addbmm_", "addmm", "addmm_", "addmv", "addmv_", "baddbmm", "baddbmm_",
-                                     "bmm", "dot", "linalg_cross", "linear", "mm", "mv", "vdot"});
+                                     "bmm", "convolution", "dot", "linalg_cross", "linear", "mm", "mv", "vdot"});
+}
+
+// Ops on elements, and losses of elements, that PyTorch does not tag as such.
+bool is_on_elements(const OpInfo& info) {
+  return is_any_of(base_name(info), {"binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss",
+                                     "mse_loss", "polar", "rsub", "smooth_l1_loss", "soft_margin_loss"});
 }
 
 // Whether an op of one tensor may have no kernel for a dtype on the CPU that it has none for on CUDA either.
@@ -357,7 +363,7 @@ enum class Refuses { kNothing, kAnything, kDtype };
 
 Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   if (info.random) return Refuses::kNothing;
-  if (op.hasTag(at::Tag::pointwise)) return Refuses::kAnything;
+  if (op.hasTag(at::Tag::pointwise) || is_on_elements(info)) return Refuses::kAnything;
   int tensors = 0;
   bool has_number = false, is_mixed = false, has_input = false, has_out = false, is_plain = is_plain_product(info);
   bool has_half = false;
@@ -605,6 +611,8 @@ std::shared_ptr<const Inferred> infer_on_meta(const OpInfo& info, const c10::Ope
   auto inferred = std::make_shared<Inferred>();
   SharedArgs meta(at::kMeta);
   inferred->args = convert_args(info, args, at::kMeta, std::ref(meta));
+  // torch's Python code takes no dimensions for none, kernels take them for all
+  if (base_name(info) == "nansum" && args[1].isIntList() && args[1].toDimVector().empty()) inferred->args[1] = IValue();
   if (info.may_resize && !is_range(info) && infer_with_outputs(info, op, *inferred)) return inferred;
   inferred->results = inferred->args;
   if (info.has_infer) {
@@ -638,6 +646,18 @@ bool has_byte_mask(const OpInfo& info, const IValue* args) {
   return found;
 }
 
+// Whether arguments are of dimensions or dtypes that shape functions take and kernels mostly do not.
+bool is_doubtful(const OpInfo& info, const IValue* args) {
+  std::string_view name = base_name(info);
+  auto dims = [&](size_t i) { return args[i].toTensor().dim(); };
+  if (name == "convolution") return dims(0) != dims(1);
+  if (name == "linalg_lstsq") return dims(0) < dims(1) || dims(0) > dims(1) + 1;
+  if (name == "logsumexp") return args[1].isIntList() && args[1].toDimVector().empty();
+  if (is_any_of(name, {"index_fill", "index_fill_", "index_select"}))
+    return !c10::isIntegralType(args[2].toTensor().scalar_type(), /*includeBool=*/false);
+  return false;
+}
+
 void refuse_as_kernels_do(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   if (base_name(info) == "nansum" && args[1].isIntList()) {
     auto dims = args[1].toDimVector();
@@ -647,8 +667,7 @@ void refuse_as_kernels_do(const OpInfo& info, const c10::OperatorHandle& op, con
     const at::Tensor& x = args[0].toTensor();
     TORCH_CHECK(x.dim() == 0 || x.size(-1) <= 1 << 24, "number of categories cannot exceed 2^24");
   }
-  if (base_name(info) == "convolution" && args[0].toTensor().dim() != args[1].toTensor().dim())
-    raise_cpu_error(info, op, args);
+  if (is_doubtful(info, args)) raise_cpu_error(info, op, args);
   // one number is filled in, which bytes are no mask for
   if (has_byte_mask(info, args) && args[2].toTensor().numel() == 1 && !args[3].toBool()) try_on_cpu(info, op, args);
 }
