@@ -47,6 +47,15 @@ def test_quotients_are_those_of_the_cpu_to_the_bit(dtype: torch.dtype) -> None:
     torch.testing.assert_close((x.to("tpu") / 127.5).cpu(), x / 127.5, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quotients_of_half_precision_are_rounded_before_they_are_cut(dtype: torch.dtype) -> None:
+    x, y = (torch.randn(300, 300) * 10).to(dtype), torch.randn(300, 300).to(dtype)
+    for divisor in (y, y[0], *[0.3] * (dtype == torch.bfloat16)):
+        on_tpu = divisor.to("tpu") if isinstance(divisor, torch.Tensor) else divisor
+        found = torch.div(x.to("tpu"), on_tpu, rounding_mode="trunc").cpu()
+        torch.testing.assert_close(found, torch.div(x, divisor, rounding_mode="trunc"), rtol=0, atol=0)
+
+
 def test_decimals_are_rounded_as_on_the_cpu() -> None:
     x = torch.randn(1000) * 100
     for decimals in (-2, 1, 2, 3):

@@ -12,7 +12,7 @@ from torch._prims_common import get_computation_dtype
 
 from torchtpu.ops.math import complex_functions
 from torchtpu.ops.math.complex_functions import is_complex
-from torchtpu.ops.registry import Context, as_dtype, jnp, lax, like, lowering, pointwise, without_kernels
+from torchtpu.ops.registry import Context, as_dtype, jax_dtype, jnp, lax, like, lowering, pointwise, without_kernels
 
 EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1, -2)  # torch computes these without pow
 
@@ -170,14 +170,22 @@ def div(self, other):
 
 
 @lowering("div.Tensor_mode", "div.Scalar_mode", lifts=True)
-def div_mode(self, other, *, rounding_mode=None):
-    return {None: div, "trunc": _trunc_divide, "floor": floor_divide}[rounding_mode](self, other)
+def div_mode(self, other, *, rounding_mode=None, ctx):
+    if rounding_mode == "trunc":
+        return _trunc_divide(self, other, ctx=ctx)
+    return {None: div, "floor": floor_divide}[rounding_mode](self, other)
 
 
-@pointwise()
-def _trunc_divide(self, other):
-    is_integer = jnp.issubdtype(self.dtype, jnp.integer)
-    return lax.div(*jnp.broadcast_arrays(self, other)) if is_integer else jnp.trunc(_divide(self, other))
+@pointwise(rounds_numbers=True)
+def _trunc_divide(self, other, *, ctx):
+    if jnp.issubdtype(self.dtype, jnp.integer):
+        return lax.div(*jnp.broadcast_arrays(self, other))
+    quotient = _divide(self, other)
+    ((_, dtype),) = ctx.results
+    if dtype in (torch.bfloat16, torch.float16):  # kernels round it before they cut it
+        digits = jnp.finfo(jax_dtype(dtype))
+        quotient = lax.reduce_precision(quotient, digits.nexp, digits.nmant)
+    return jnp.trunc(quotient)
 
 
 @pointwise("floor_divide", "floor_divide.Scalar", "floor_divide_.Tensor")
