@@ -396,3 +396,20 @@ def test_a_read_at_an_index_is_laid_out_as_on_the_cpu(shape: tuple[int, ...]) ->
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert found.numel() == 0 or found.stride() == expected.stride()
         assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("form", ["plain", "causal", "masked"])
+def test_gradients_of_attention_in_double_precision_are_as_exact_as_its_values(form: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(2, 3, 7, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    more: dict[str, Any] = {"is_causal": form == "causal"}
+    mask = torch.randn(7, 7, generator=generator, dtype=torch.float64)
+
+    def gradients(device: str) -> list[torch.Tensor]:
+        given = [row.to(device).requires_grad_() for row in rows]
+        bias = {"attn_mask": mask.to(device)} if form == "masked" else {}
+        made = functional.scaled_dot_product_attention(*given, **bias, **more)
+        return [gradient.cpu() for gradient in torch.autograd.grad(made.square().sum(), given)]
+
+    for found, expected in zip(gradients("tpu"), gradients("cpu"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

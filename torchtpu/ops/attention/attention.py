@@ -95,7 +95,8 @@ def _infer(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, 
     is_composite = rest[1] > 0 or any(x.stride(-1) != 1 for x in (query, key, value))
     batch, heads, rows = query.shape[:-1] if query.dim() == 4 else (1, *query.shape[:-1])
     numbers = [query.new_empty((), dtype=torch.int64) for _ in range(2)]  # the seed and the offset
-    logsumexp = query.new_empty((batch, heads, rows), dtype=torch.float32)
+    wide = query.dtype if query.dtype is torch.float64 else torch.float32
+    logsumexp = query.new_empty((batch, heads, rows), dtype=wide)
     return _contiguous(made) if is_composite else made, logsumexp, None, None, rows, key.shape[-2], *numbers, None
 
 
