@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from script import run_script
 
 from torchtpu import metrics, ops, startup
 from torchtpu.ops.registry import LOWERINGS
-from torchtpu.runtime.ir.program import Base, Op, Operand, Result
+from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Result
 from torchtpu.runtime.lowering import templates
 from torchtpu.runtime.lowering.templates import FragmentTemplate, Templates
-from torchtpu.runtime.lowering.tracing import Tracer, without_copies, written_fragment
+from torchtpu.runtime.lowering.tracing import Tracer, without_copies
+from torchtpu.runtime.lowering.written import written_fragment
 
 FOLDER = Path(ops.__path__[0], "templates")
 MAKER = Path(__file__).parent.parent / "packaging" / "fragment_templates.py"
@@ -259,5 +261,54 @@ def test_a_join_that_converts_or_leaves_out_is_traced() -> None:
         joining("cat", [(0, 2), (3, 2)], 0, [torch.float32] * 2),
         joining("cat", [(0,), (3, 2)], 0, [torch.float32] * 2),
         joining("stack", [(2,)], 0, [torch.float32]),
+    ]
+    assert [written_fragment(op, LOWERINGS[op.name]) for op in left] == [None] * len(left)
+
+
+def padding(name: str, shape: tuple[int, ...], *others: Any, dtype: torch.dtype = torch.float32) -> Op:
+    given = torch.empty(shape, dtype=dtype)
+    made = getattr(torch.ops.aten, name)(given, *(list(o) if isinstance(o, tuple) else o for o in others))
+    operand = Operand(~0, shape, given.stride(), 0, dtype, Base(shape, dtype))
+    result = Result(0, tuple(made.shape), made.stride(), dtype, Base(tuple(made.shape), dtype))
+    return Op(name, (operand, *others), (result,), (), "here")
+
+
+PADDINGS = [
+    padding("slice_backward", (2, 3), (4, 3), 0, 1, 3, 1),
+    padding("slice_backward", (2, 3), (9, 3), 0, 1, 7, 3),
+    padding("slice_backward", (4, 2), (4, 5), 1, -2, 2**63 - 1, 1),
+    padding("slice_backward", (4, 5), (4, 5), 1, -9, 5, 1),
+    padding("slice_backward", (4, 3), (4, 5), -1, 0, 5, 2),
+    padding("constant_pad_nd", (2, 3), (0, 1, 2, 0), 0.0),
+    padding("constant_pad_nd", (2, 3), (-1, 1), 0),
+    padding("constant_pad_nd", (2, 3, 4), (1, 1, -1, -1, 0, 5), 0.0),
+    padding("constant_pad_nd", (2, 3), (0, 0, 0, 0)),
+    *(
+        padding("slice_backward", (2, 3), (4, 3), 0, 1, 3, 1, dtype=dtype)
+        for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64, torch.complex64)
+    ),
+    *(padding("constant_pad_nd", (2, 3), (1, 1), 0, dtype=dtype) for dtype in (torch.bool, torch.uint8, torch.int64)),
+    *(padding("constant_pad_nd", (2, 3), (1, 1), 0.0, dtype=dtype) for dtype in (torch.float16, torch.float64)),
+]
+
+
+@pytest.mark.parametrize("op", PADDINGS, ids=str)
+def test_what_a_padding_writes_is_what_tracing_gives(op: Op) -> None:
+    entry = LOWERINGS[op.name]
+    (traced,) = Tracer(startup.engine().client, "cpu", ops.Context).trace([(op, entry)])
+    written = written_fragment(op, entry)
+    assert written in (traced, None)
+    assert written is not None or op.name == "constant_pad_nd"
+
+
+def test_a_padding_of_no_zeros_or_at_a_place_that_changes_is_traced() -> None:
+    left = [
+        padding("constant_pad_nd", (2, 3), (0, 1), 2.5),
+        padding("constant_pad_nd", (2, 3), (0, 1), -0.0),
+        padding("constant_pad_nd", (0, 3), (0, 1, 0, 2), 0.0),
+        padding("slice_backward", (0, 3), (4, 3), 0, 1, 1, 1),
+        replace(
+            padding("slice_backward", (2, 3), (4, 3), 0, 1, 3, 1), args=(*PADDINGS[0].args[:3], Lifted("i", 0), 3, 1)
+        ),
     ]
     assert [written_fragment(op, LOWERINGS[op.name]) for op in left] == [None] * len(left)

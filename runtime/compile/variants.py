@@ -458,13 +458,13 @@ class RegionVariants:
             flown = dict(builds)
             builds.clear()  # as below
             executables = []
-            for piece in pieces:
-                submitted = flown[piece.identity]
-                with failing(functools.partial(_fail, made, submitted.build.about)):
-                    executables.append(stock.executable(piece, submitted, device))
-                if made.done():
-                    return
             with failing(made.set_exception):
+                for piece in pieces:
+                    submitted = flown[piece.identity]
+                    with failing(functools.partial(_fail, made, submitted.build.about)):
+                        executables.append(stock.executable(piece, submitted, device))
+                    if made.done():
+                        return
                 made.set_result(Parts(self._program, pieces, executables.__getitem__))
 
         _when_all([submitted.build for submitted in builds.values()], tell)

@@ -33,7 +33,8 @@ from torchtpu.runtime.telemetry.counters import Counters
 from . import fingerprint
 from .learned_templates import LearnedTemplates
 from .templates import EVALUATION, Templates
-from .tracing import Fragment, Tracer, explained, written_fragment
+from .tracing import Fragment, Tracer, explained
+from .written import written_fragment
 
 _BATCH = 128  # ops traced in one module
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$-]*")

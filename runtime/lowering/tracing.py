@@ -221,30 +221,6 @@ def symbol_of(op: str, text: str) -> str:
     return f"{_NO_NAME.sub('_', op)}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def written_fragment(op: Op, entry: LoweringEntry) -> Fragment | None:
-    """The fragment of an op whose lowering writes it, without jax; None where it does not."""
-    if entry.write is None or op.writes or op.padding is not None:
-        return None
-    listed, *others = op.args
-    if not all(type(item) is Operand for item in listed):
-        return None
-    (made,) = results_of(op)
-    elements = [tensor_type((), item.dtype)[len("tensor<") : -1] for item in (*listed, made)]
-    shapes = [item.sizes for item in (*listed, made)]
-    *given, of_result = zip(shapes, elements, strict=True)
-    lines = entry.write(given, of_result, *others)
-    if lines is None:
-        return None
-    ins = [tensor_type(item.sizes, item.dtype) for item in listed]
-    out = tensor_type(made.sizes, made.dtype)
-    lines = [*lines, f"return {lines[-1].split()[0]} : {out}"]
-    head = f"({', '.join(f'%arg{n}: {kind}' for n, kind in enumerate(ins))}) -> ({out}) {{"
-    text = "\n".join([f"  func.func private @0{head}", *(f"    {line}" for line in lines), "  }"])
-    symbol = symbol_of(entry.name, text)
-    signature = f"({', '.join(ins)}) -> ({out})"
-    return Fragment(symbol, text.replace("@0", f"@{symbol}"), tuple(range(len(ins))), (None,), signature, ())
-
-
 class _ResizedTrace(_Trace):
     """An op on arrays of other sizes than it was recorded with."""
 

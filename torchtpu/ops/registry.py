@@ -90,9 +90,9 @@ class Lowering:
     maps: the op goes through lists in step: element i of a result depends on element i of each list, and on what is no
         list.
     repeats: called again with the same arguments, the op is computed again, and not before its turn.
-    write: makes the lines of StableHLO that the function is traced into, without jax, for an op of a list of arrays: of
-        the shape and element type of each, those of the result, and the other arguments; None where it cannot. `%arg0`
-        is the first.
+    write: makes the lines of StableHLO that the function is traced into, without jax, for an op of an array or a list
+        of them: of the shape and element type of each, those of the result, and the other arguments; None where it
+        cannot. `%arg0` is the first.
     """
 
     name: str

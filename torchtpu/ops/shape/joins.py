@@ -14,8 +14,7 @@ import torch
 
 from torchtpu.ops.registry import as_dtype, jnp, lowering, suggest_memory_format
 
-Shape = tuple[int, ...]
-Kind = tuple[Shape, str]  # and the element type, as StableHLO calls it
+from .written import Kind, Shape, type_of
 
 _WIDTH = 16  # of a concatenation: jax.numpy makes wider ones of several
 
@@ -34,7 +33,7 @@ def _write_stack(given: Sequence[Kind], made: Kind, dim: int = 0) -> list[str] |
     lines, parts = [], []
     for k, (shape, element) in enumerate(given):
         longer = (*shape[:place], 1, *shape[place:])
-        types = f"({_type(shape, element)}) -> {_type(longer, element)}"
+        types = f"({type_of(shape, element)}) -> {type_of(longer, element)}"
         lines.append(f"%{k} = stablehlo.broadcast_in_dim %arg{k}, dims = {dims} : {types}")
         parts.append((f"%{k}", longer))
     return _joined(parts, made[1], place, lines)
@@ -50,15 +49,11 @@ def _joined(parts: Sequence[tuple[str, Shape]], element: str, dim: int, lines: l
             (_, first), *_ = group
             shape = (*first[:dim], sum(each[dim] for _, each in group), *first[dim + 1 :])
             names = ", ".join(name for name, _ in group)
-            types = ", ".join(_type(each, element) for _, each in group)
+            types = ", ".join(type_of(each, element) for _, each in group)
             parts.append((f"%{len(lines)}", shape))
-            made = _type(shape, element)
+            made = type_of(shape, element)
             lines.append(f"{parts[-1][0]} = stablehlo.concatenate {names}, dim = {dim} : ({types}) -> {made}")
     return lines
-
-
-def _type(shape: Shape, element: str) -> str:
-    return f"tensor<{''.join(f'{size}x' for size in shape)}{element}>"
 
 
 @lowering("cat", write=_write_cat)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
 from torchtpu.ops.sizes import as_number, is_known, transpose
+
+from .written import Kind, padded
 
 
 def _edges(rank: int, pad: Sequence[int]) -> list[tuple[int, int]]:
@@ -15,7 +18,15 @@ def _edges(rank: int, pad: Sequence[int]) -> list[tuple[int, int]]:
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
-@lowering("constant_pad_nd")
+def _write_constant_pad_nd(given: Sequence[Kind], made: Kind, pad: Sequence[int], value: Any = 0) -> list[str] | None:
+    ((shape, element),) = given
+    is_zero = isinstance(value, float if element.startswith(("f", "bf")) else int) and str(value) in ("0", "0.0")
+    if not is_zero or isinstance(value, bool) or math.prod(shape) == 0:
+        return None
+    return padded(given[0], made[0], [(low, high, 0) for low, high in _edges(len(shape), pad)])
+
+
+@lowering("constant_pad_nd", write=_write_constant_pad_nd)
 def constant_pad_nd(x, pad, value=0):
     value = jnp.asarray(value).astype(x.dtype)
     return lax.pad(x, value, [(low, high, 0) for low, high in _edges(x.ndim, pad)])

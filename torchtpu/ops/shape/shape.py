@@ -6,7 +6,8 @@ where the positions are known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, without_kernels
 from torchtpu.ops.sizes import transpose
+
+from .written import Kind, Shape, padded
 
 UNROLLED_WINDOWS = 32  # overlaps up to which windows are summed by pads instead of a scatter
 
@@ -87,7 +90,20 @@ def _bounds(size: int, start: int | None, end: int | None, step: int) -> tuple[i
     return span.start, len(span), step
 
 
-@lowering("slice_backward", ints=("start", "end"))
+def _write_slice_backward(
+    given: Sequence[Kind], made: Kind, sizes: Shape, dim: int, start: Any, end: Any, step: int
+) -> list[str] | None:
+    ((shape, _),) = given
+    count, size = shape[dim], sizes[dim]
+    if not isinstance(start, int) or not isinstance(end, int) or math.prod(shape) == 0:
+        return None
+    first = _bounds(size, start, size, step)[0]
+    edges = [(0, 0, 0)] * len(shape)
+    edges[dim] = first, size - first - (count - 1) * step - 1, step - 1
+    return padded(given[0], made[0], edges)
+
+
+@lowering("slice_backward", ints=("start", "end"), write=_write_slice_backward)
 def slice_backward(grad, input_sizes, dim, start, end, step):
     size, count = input_sizes[dim], grad.shape[dim]
     if count == 0:
