@@ -47,6 +47,7 @@ from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, PaddedExtent, Program, Symbolic
 from torchtpu.runtime.lowering import learned_templates, templates, tracing
 from torchtpu.runtime.lowering.templates import FragmentTemplate
+from torchtpu.runtime.lowering.written import written_fragment
 from torchtpu.runtime.padding.evaluate import Symbols
 from torchtpu.runtime.padding.layout import Layouts, Outline
 from torchtpu.runtime.partition import pieces
@@ -56,6 +57,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 A, B, C, D = 21, 29, 97, 103  # sizes of the ordinary ops, which have no other number like these
 E = 41
+PART = 23  # of each of these but A
 ANY = 43  # an int that is no size
 HEADS = (16, 32, 64, 128)  # sizes of attention's heads, of which it takes the root
 LITERAL = {*map(str, (*range(20), *HEADS))}
@@ -414,6 +416,10 @@ def _rearranged() -> Iterator[Callable[[], Any]]:
                     yield lambda shape=shape, taken=taken: trained(taken, some(*shape))
                 for dim in range(len(shape)):
                     yield lambda shape=shape, dim=dim: _at_one_place(_select_with(dim), some(*shape), 0, 2)
+            for shape in ((C,), (C, D), (B, C, D), (B, C, D, E)):
+                for dim, count in itertools.product(range(len(shape)), (PART, 1)):
+                    taken = _slice_with(dim, count)
+                    yield lambda shape=shape, taken=taken: _at_one_place(taken, some(*shape), 0, 2)
             yield lambda x=x: trained(lambda x: torch.cat([x, x], 1).sum() + torch.stack([x, x]).sum(), x)
 
 
@@ -425,6 +431,10 @@ def _select_with(dim: int) -> Callable[[torch.Tensor, int], Any]:
     return lambda x, place: trained(functools.partial(_selected, dim=dim, place=place), x)
 
 
+def _slice_with(dim: int, count: int) -> Callable[[torch.Tensor, int], Any]:
+    return lambda x, place: trained(lambda x: x.narrow(dim, place, count).square().sum(), x)
+
+
 def ordinary_ops(first: int = 0, step: int = 1) -> list[Op]:
     """What a part of `ordinary` records, one op of each pattern."""
     found: dict[str, Op] = {}
@@ -433,7 +443,7 @@ def ordinary_ops(first: int = 0, step: int = 1) -> list[Op]:
     for call in itertools.islice(ordinary(), first, None, step):
         for program in programs_of(call):
             for op in take_apart(program.ops, lambda op: table.entry(op.name, "cpu").maps):
-                if table.entry(op.name, "cpu").write is not None:
+                if written_fragment(op, table.entry(op.name, "cpu")) is not None:
                     continue
                 found.setdefault(pattern_of(op)[0], op)
     return list(found.values())

@@ -20,8 +20,8 @@ def _edges(rank: int, pad: Sequence[int]) -> list[tuple[int, int]]:
 
 def _write_constant_pad_nd(given: Sequence[Kind], made: Kind, pad: Sequence[int], value: Any = 0) -> list[str] | None:
     ((shape, element),) = given
-    is_zero = isinstance(value, float if element.startswith(("f", "bf")) else int) and str(value) in ("0", "0.0")
-    if not is_zero or isinstance(value, bool) or math.prod(shape) == 0:
+    numbers = (int, float) if element.startswith(("f", "bf")) else (int,)
+    if type(value) not in numbers or str(value) not in ("0", "0.0") or math.prod(shape) == 0:
         return None
     return padded(given[0], made[0], [(low, high, 0) for low, high in _edges(len(shape), pad)])
 
