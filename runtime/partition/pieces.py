@@ -192,7 +192,7 @@ class _Places:
 
 def _with_ints(op: Op, places: Sequence[int]) -> Op:
     """The op with run-time ints for the ints among its arguments at these places."""
-    lifted = {i: Lifted("i", k) for k, i in enumerate(places) if type(op.args[i]) is int}
+    lifted = {i: Lifted("i", k) for k, i in enumerate(places) if i < len(op.args) and type(op.args[i]) is int}
     return replace(op, args=tuple(lifted.get(i, given) for i, given in enumerate(op.args))) if lifted else op
 
 
