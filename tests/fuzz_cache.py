@@ -279,7 +279,7 @@ def plans() -> Target:
         repeated = record.program(x)
     runs = Places([*range(6)], {0: [~0]}, [range(0, 6, 2)], 9)
     corpus.append(b"c" + plan_cache._encode_places(runs))
-    corpus.append(b"g" + json.dumps([[manifest.encode(programs[b"q"])]]).encode())
+    corpus.append(b"g" + json.dumps([manifest.encode(programs[b"q"])]).encode())
 
     def change(chance: random.Random, data: bytes) -> bytes:
         return data[:1] + change_json(chance, data[1:])
