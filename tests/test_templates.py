@@ -305,6 +305,7 @@ def test_a_padding_of_no_zeros_or_at_a_place_that_changes_is_traced() -> None:
         padding("constant_pad_nd", (2, 3), (0, 1), 2.5),
         padding("constant_pad_nd", (2, 3), (0, 1), -0.0),
         padding("constant_pad_nd", (0, 3), (0, 1, 0, 2), 0.0),
+        padding("constant_pad_nd", (), (), 0.0),
         padding("slice_backward", (0, 3), (4, 3), 0, 1, 1, 1),
         replace(
             padding("slice_backward", (2, 3), (4, 3), 0, 1, 3, 1), args=(*PADDINGS[0].args[:3], Lifted("i", 0), 3, 1)

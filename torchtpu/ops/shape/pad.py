@@ -21,7 +21,7 @@ def _edges(rank: int, pad: Sequence[int]) -> list[tuple[int, int]]:
 def _write_constant_pad_nd(given: Sequence[Kind], made: Kind, pad: Sequence[int], value: Any = 0) -> list[str] | None:
     ((shape, element),) = given
     numbers = (int, float) if element.startswith(("f", "bf")) else (int,)
-    if type(value) not in numbers or str(value) not in ("0", "0.0") or math.prod(shape) == 0:
+    if type(value) not in numbers or str(value) not in ("0", "0.0") or not shape or math.prod(shape) == 0:
         return None
     return padded(given[0], made[0], [(low, high, 0) for low, high in _edges(len(shape), pad)])
 
