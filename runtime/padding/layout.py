@@ -584,6 +584,7 @@ class Template:
         self._shortest = {name: self._capacity_of(name, values, elements) for name, values in fit.variables.items()}
         self._sized: Outline | None = None  # with expressions for slots
         self._limits: dict[str, tuple[int, int]] = {}
+        self._wholes: dict[str, str] = {}
         self._bounded: tuple[str, ...] | None = None  # the variables that capacities follow from; the others are places
         self._programs: dict[tuple[Bound, ...], PaddedForm] = {}
 
@@ -626,14 +627,14 @@ class Template:
         """The form for these values of the variables; another thread may make it, too."""
         if self._sized is None:
             sized = outline(program, _SlotWriter(self._slots), self._is_special)
-            self._limits, self._sized = _limits_of(sized.calls), sized
+            self._limits, self._wholes, self._sized = _limits_of(sized.calls), _wholes_of(sized.calls), sized
         if self._bounded is not None:
-            known = self._programs.get(tuple([self._bound(name, values[name]) for name in self._bounded]))
+            known = self._programs.get(tuple([self._bound(name, values) for name in self._bounded]))
             if known is not None:
                 return known
         if not is_new:
             raise Refused("sizes of other capacities")
-        maker = _Maker(program, self._sized, lambda name: self._bound(name, values[name]))
+        maker = _Maker(program, self._sized, lambda name: self._bound(name, values))
         made = maker.make()
         self._bounded = tuple(maker.bounds)
         return self._programs.setdefault(tuple(maker.bounds.values()), made)
@@ -663,19 +664,25 @@ class Template:
         alike = [size.constant for size in self._sizes if size.terms == ((1, ((name, 0),)),) and size.divisor == 1]
         return max([0, *(constant for constant in alike if constant <= _MOST_BEHIND)])
 
-    def _bound(self, name: str, value: int) -> Bound:
-        behind = self._behind[name]
+    def _capacity(self, name: str, value: int) -> int:
+        return padded_capacity(value + self._behind[name], self._shortest[name], self._left_out)
+
+    def _bound(self, name: str, values: Mapping[str, int]) -> Bound:
+        """What a variable may be in the form for these values. The first part of a dimension has the capacity of that,
+        if its own would be that or the next shorter one: which of the two it is makes no form of its own."""
+        value, behind, shortest = values[name], self._behind[name], self._shortest[name]
         if value < _LEAST_SIZE:
             raise Refused(f"a size of {value}")
-        shortest = self._shortest[name]
-        capacity = padded_capacity(value + behind, shortest, self._left_out)
+        capacity = self._capacity(name, value)
+        fewest = least_in(capacity, shortest, self._left_out)
+        if name in self._wholes:
+            whole = self._capacity(self._wholes[name], values[self._wholes[name]])
+            shorter = least_in(whole, shortest, self._left_out) - 1
+            if capacity in (whole, shorter):
+                capacity, fewest = whole, least_in(max(shorter, shortest), shortest, self._left_out)
         least, most = self._limits.get(name, (0, _MOST_SIZE))
         most = min(capacity - behind, most)
-        bound = Bound(
-            max(_LEAST_SIZE, least_in(capacity, shortest, self._left_out) - behind, least),
-            most,
-            min(capacity, most + behind),
-        )
+        bound = Bound(max(_LEAST_SIZE, fewest - behind, least), most, min(capacity, most + behind))
         if not bound.least <= value <= bound.most:
             raise Refused(f"a size of {value}, where it is {bound.least} to {bound.most}")
         return bound
@@ -703,6 +710,20 @@ def _limits_of(value: Any) -> dict[str, tuple[int, int]]:
                 name, behind = factor.terms[0][1][0][0], factor.constant
                 least, most = found.get(name, (0, _MOST_SIZE))
                 found[name] = max(least, start + (taken - 1) * step + 1 - behind), most
+    return found
+
+
+def _wholes_of(value: Any) -> dict[str, str]:
+    """The variables of dimensions of which views take as many elements, from the first on, as another variable says, by
+    that one."""
+    found: dict[str, str] = {}
+    for view in _views_of(value):
+        factors, ranges, *_ = view.access or ((), ())
+        for factor, (start, taken, step) in zip(factors, ranges, strict=True):
+            if start == 0 and step == 1 and _is_shifted(factor) and _is_shifted(taken):
+                whole, part = factor.terms[0][1][0][0], taken.terms[0][1][0][0]
+                if whole != part:
+                    found[part] = min(whole, found.get(part, whole))
     return found
 
 
