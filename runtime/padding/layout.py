@@ -579,9 +579,10 @@ class Template:
         self._expected = self._constants(self._slots)
         self._sizes = {size: _at(where) for size, where in places.items()}
         self._behind = {name: self._longest(name) for name in fit.variables}
-        elements = self._most_elements()
-        self._left_out = _LEFT_OUT if elements <= _FEWEST_PROGRAMS else ()
+        elements = self._most_elements({})
         self._shortest = {name: self._capacity_of(name, values, elements) for name, values in fit.variables.items()}
+        elements = self._most_elements({values: self._shortest[name] for name, values in fit.variables.items()})
+        self._left_out = _LEFT_OUT if elements <= _FEWEST_PROGRAMS else ()
         self._sized: Outline | None = None  # with expressions for slots
         self._limits: dict[str, tuple[int, int]] = {}
         self._wholes: dict[str, str] = {}
@@ -639,14 +640,20 @@ class Template:
         self._bounded = tuple(maker.bounds)
         return self._programs.setdefault(tuple(maker.bounds.values()), made)
 
-    def _most_elements(self) -> int:
-        """How many the largest array has, at least, where no dimension that changes is short."""
+    def _most_elements(self, shortest: Mapping[tuple[int, ...], int]) -> int:
+        """How many the largest array has, at least, where dimensions that change are so short in memory, by what they
+        are in the programs, and no other one is."""
         most = 0
         for bases in zip(*(bases_of(program).values() for program in self.samples), strict=True):
             dims = zip(*(base.shape for base in bases), strict=True)
             most = max(
                 most,
-                math.prod(max(sizes) if len({*sizes}) == 1 else max(map(padded_capacity, sizes)) for sizes in dims),
+                math.prod(
+                    max(sizes)
+                    if len({*sizes}) == 1
+                    else padded_capacity(max(sizes), shortest.get(sizes, _LEAST_CAPACITY))
+                    for sizes in dims
+                ),
             )
         return most
 

@@ -641,13 +641,20 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
   std::reverse(kept.begin(), kept.end());
 
   auto is_apart = [&](const Call& call) { return std::binary_search(apart.begin(), apart.end(), call.place); };
+  // What happens to an element, if that is more than an op, has no part in a piece with what happens to the next one:
+  // the order of elements is another one in each program.
+  auto ends_an_element = [&](size_t place) {
+    int element = kept[place].element;
+    return element >= 0 && kept[place + 1].element != element && place > 0 && kept[place - 1].element == element;
+  };
   std::vector<size_t> ends;
   std::vector<uint64_t> marks;
   std::vector<uint8_t> is_copy(num_inputs + num_values);  // which are not donated: their number changes
   for (size_t place = 0; place < kept.size(); place++) {
     for (int64_t value : kept[place].made) is_copy[at(value)] = is_apart(kept[place]);
     marks.push_back(mark_of(kept[place]));
-    bool is_last = place + 1 == kept.size() || is_apart(kept[place]) || is_apart(kept[place + 1]);
+    bool is_last =
+        place + 1 == kept.size() || is_apart(kept[place]) || is_apart(kept[place + 1]) || ends_an_element(place);
     if (!is_last) continue;
     size_t begin = place + 1 - marks.size();
     for (size_t end : ends_of(marks)) ends.push_back(begin + end);
