@@ -41,6 +41,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtpu import ops, startup
+from torchtpu.ops import counted
 from torchtpu.runtime import _C
 from torchtpu.runtime.ir.calls import LoweringEntry, describe_results, parameters, results_of
 from torchtpu.runtime.ir.list_ops import take_apart
@@ -49,7 +50,7 @@ from torchtpu.runtime.lowering import learned_templates, templates, tracing
 from torchtpu.runtime.lowering.templates import FragmentTemplate
 from torchtpu.runtime.lowering.written import written_fragment
 from torchtpu.runtime.padding.evaluate import Symbols
-from torchtpu.runtime.padding.layout import Layouts, Outline
+from torchtpu.runtime.padding.layout import Layouts, Outline, padded_capacity
 from torchtpu.runtime.partition import pieces
 
 FOLDER = Path(ops.__path__[0], "templates")
@@ -57,7 +58,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 A, B, C, D = 21, 29, 97, 103  # sizes of the ordinary ops, which have no other number like these
 E = 41
-PART = 23  # of each of these but A
+PART = 23  # of each of these but A, and a number of heads
 ANY = 43  # an int that is no size
 HEADS = (16, 32, 64, 128)  # sizes of attention's heads, of which it takes the root
 LITERAL = {*map(str, (*range(20), *HEADS))}
@@ -68,13 +69,24 @@ SIZES = (
     (65537, 33, 2, 12, 5, 21, 100, 10),
 )  # fmt: skip
 EQUAL = (6,) * 8
-FEWER, MORE = 150, 181  # sizes of what changes
-# Sizes that do not change, a capacity, the least size that has it, and how much more room there is.
+FEWER, MORE = (150, 300, 70, 600), (181, 390, 83, 800)  # sizes of what changes, which have different capacities
+CHANGING = {padded_capacity(size): size for size in MORE}
+MOST_CHANGING = 3  # sizes that an op has
+# Sizes that do not change, and of each that does the capacity, the least size that has it, and how much more room there
+# is.
 PADDED = (
-    ((110, 130, 170, 190, 230, 290, 310, 370), 208, 2, 0), (SIZES[0], 32, 17, 0), (SIZES[1], 64, 2, 1),
-    (SIZES[2], 256, 129, 0), ((32,) * 8, 32, 2, 3), ((64,) * 8, 64, 33, 0), ((96, 32, 4, 8, 2, 16, 48, 24), 32, 17, 0),
-    (SIZES[1][::-1], 1152, 1025, 2), (SIZES[2][::-1], 8, 2, 0),
+    ((110, 130, 170, 190, 230, 290, 310, 370), ((208, 2, 0), (272, 17, 0), (336, 2, 0))),
+    (SIZES[0], ((32, 17, 0), (8, 2, 0), (128, 33, 0))),
+    (SIZES[1], ((64, 2, 1), (32, 2, 0), (256, 129, 1))),
+    (SIZES[2], ((256, 129, 0), (32, 2, 1), (32, 17, 0))),
+    ((32,) * 8, ((32, 2, 3), (32, 17, 0), (8, 2, 0))),
+    ((64,) * 8, ((64, 33, 0), (128, 33, 2), (64, 33, 0))),
+    ((96, 32, 4, 8, 2, 16, 48, 24), ((32, 17, 0), (64, 33, 1), (8, 2, 0))),
+    (SIZES[1][::-1], ((1152, 1025, 2), (8, 2, 0), (1024, 513, 0))),
+    (SIZES[2][::-1], ((8, 2, 0), (1024, 513, 0), (16, 9, 1))),
 )  # fmt: skip
+# For what has too many elements with the first of these.
+SMALL = (22, 26, 34, 38, 46, 58, 62, 74), ((87, 2, 0), (93, 17, 0), (107, 2, 0))
 SHAPES = (1,), (0, 3), (5, 0), (2, 2), (4, 1), (2, 1, 3), (1, 7, 3, 2), (3, 2, 2, 2, 5), (100003,)
 SYMBOLIC = ("a",), ("a", "b", "c"), (1, "a"), ("a", 1), ("a", 1, "b")
 
@@ -100,8 +112,8 @@ DTYPES = (torch.float32, torch.int64, torch.bool, torch.float64, torch.bfloat16)
 
 
 def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An array on the device, uploaded: no op makes it."""
-    return torch.ones(shape, dtype=dtype).to("tpu")
+    """An array on the device, uploaded: no op makes it. Nobody reads what is in it."""
+    return torch.empty(shape, dtype=dtype).to("tpu")
 
 
 def ordinary() -> Iterator[Callable[[], Any]]:
@@ -121,6 +133,9 @@ def ordinary() -> Iterator[Callable[[], Any]]:
     yield from _layers()
     yield from _steps()
     yield from _rearranged()
+    yield from _clipped()
+    yield from _taken()
+    yield from _masked()
 
 
 def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
@@ -356,6 +371,144 @@ def _steps() -> Iterator[Callable[[], Any]]:
             yield lambda optimizer=optimizer, shape=shape: _step(optimizer, some(*shape))
 
 
+def _clipped() -> Iterator[Callable[[], Any]]:
+    shapes = (
+        (A,), (1,), (A, B), (A, A), (1, B), (A, 1), (A, B, C), (A, B, C, D), (A, B, 3, 3), (A, 1, 3, 3), (A, B, 1, 1),
+    )  # fmt: skip
+    for dtype, shape in itertools.product((torch.float32, torch.bfloat16), shapes):
+        yield lambda shape=shape, dtype=dtype: torch.nn.utils.clip_grad_norm_(_with_gradients(shape, dtype), 1.0)
+        yield lambda shape=shape, dtype=dtype: torch.nn.utils.clip_grad_value_(_with_gradients(shape, dtype), 0.5)
+    for optimizer, shape in itertools.product(
+        (_fused, _centered, _nesterov, torch.optim.Adagrad, torch.optim.Adamax), shapes
+    ):
+        yield lambda optimizer=optimizer, shape=shape: _step(optimizer, some(*shape))
+    for optimizer in (torch.optim.SGD, _momentum, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+        yield from (lambda o=optimizer, shape=shape: _step(o, some(*shape)) for shape in shapes[-3:])
+        for shape in ((A,), (A, B)):
+            yield lambda o=optimizer, shape=shape: _step(o, some(*shape, dtype=torch.float64))
+
+
+def _with_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    parameters = [some(*shape, dtype=dtype).requires_grad_() for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = some(*shape, dtype=dtype)
+    return parameters
+
+
+def _fused(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+def _centered(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=lr, centered=True, momentum=0.9)
+
+
+def _nesterov(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
+
+
+def _taken() -> Iterator[Callable[[], Any]]:
+    """At places in tensors, and into them."""
+    for shape, dim in (((A,), 0), ((A, B), 0), ((A, B), 1), ((A, B, C), 0), ((A, B, C), 1), ((1, B, C), 1)):
+        at = (slice(None),) * dim
+        for places in (some(D, dtype=torch.int64), some(1, dtype=torch.int64)):
+            yield lambda shape=shape, at=(*at, places): trained(lambda x: x[at].square().sum(), some(*shape))
+            taken = (*shape[:dim], *places.shape, *shape[dim + 1 :])
+            yield lambda shape=shape, dim=dim, p=places, taken=taken: trained(
+                lambda x, y: x.index_add(dim, p, y).sum() + x.index_select(dim, p).square().sum(),
+                some(*shape), some(*taken),
+            )  # fmt: skip
+            yield lambda shape=shape, dim=dim, p=places, taken=taken: some(*shape).index_copy_(dim, p, some(*taken))
+    yield lambda: trained(
+        lambda x: x[some(D, dtype=torch.int64), some(D, dtype=torch.int64)].square().sum(), some(A, B)
+    )
+    for shape, places, dim in (
+        ((A, B), (A, 1), 1), ((A, B), (A, B), 1), ((A, B), (A, C), 1), ((A, B, C), (A, B, 1), 2), ((A,), (C,), 0),
+        ((A, B), (C, B), 0),
+    ):  # fmt: skip
+        yield lambda shape=shape, places=places, dim=dim: trained(
+            lambda x: x.gather(dim, some(*places, dtype=torch.int64)).square().sum(), some(*shape)
+        )
+        for dtype in (torch.float32, torch.int64):
+            given = some(*shape, dtype=dtype), some(*places, dtype=torch.int64)
+            yield lambda given=given, p=places, dim=dim: given[0].scatter(dim, given[1], 1)
+            yield lambda given=given, p=places, dim=dim: given[0].clone().scatter_(dim, given[1], 1)
+            yield lambda given=given, p=places, dim=dim, t=dtype: given[0].scatter_add(dim, given[1], some(*p, dtype=t))
+            yield (
+                lambda given=given, p=places, dim=dim, t=dtype: (
+                    given[0].clone().scatter_add_(dim, given[1], some(*p, dtype=t))
+                )
+            )
+    for shape in ((A,), (A, B)):
+        yield lambda shape=shape: (some(*shape).topk(5, -1), some(*shape).topk(1, -1), some(*shape).sort(-1))
+        yield lambda shape=shape: (some(*shape).logsumexp(-1), some(*shape).logsumexp(-1, keepdim=True))
+
+
+def _masked() -> Iterator[Callable[[], Any]]:
+    """By masks, and with them."""
+    ids, mask = some(A, B, dtype=torch.int64), some(A, B, dtype=torch.bool)
+    yield lambda: (ids == 0, ids != -100, ids.eq(1), ids.ne(0), ~mask, mask & mask, mask | mask, mask.logical_not())
+    yield lambda: (
+        mask.sum(),
+        mask.sum(1),
+        mask.cumsum(-1),
+        ids.cumsum(-1),
+        mask.any(),
+        mask.all(),
+        mask.long(),
+        mask.float(),
+    )
+    yield lambda: (ids.sum(1), ids.max(), ids.min(), ids.amax(-1), ids * mask, ids.masked_fill(mask, -100))
+    yield lambda: (torch.count_nonzero(mask), ids.clamp(min=0), ids.clamp(max=1), some(A, B).clamp(min=1e-9))
+    for shape in ((A,), (A, B), (A, B, C), (A, 1), (A, 1, 1), (1, 1, C, C), (A, 1, C, C), (A, 1, 1, C)):
+        mask = some(*shape, dtype=torch.bool)
+        for dtype in (torch.float32, torch.int64):
+            yield lambda m=mask, shape=shape, t=dtype: torch.where(m, some(*shape, dtype=t), some(dtype=t))
+            yield lambda m=mask, shape=shape, t=dtype: torch.where(m, some(dtype=t), some(*shape, dtype=t))
+        yield lambda m=mask: (torch.where(m, some(), some()), torch.where(m, 0.0, float("-inf")), ~m, m & m)
+        for value in (0, 0.0, float("-inf"), -1e9, -100):
+            yield lambda m=mask, shape=shape, value=value: some(*shape).masked_fill(m, value)
+            yield lambda m=mask, shape=shape, value=value: some(*shape).clone().masked_fill_(m, value)
+    for one, other in (((1, 1, 1, C), (1, 1, C, 1)), ((A, 1), (B,)), ((1, 1, C), (1, C, 1)), ((C, 1), (C,))):
+        x, y = some(*one, dtype=torch.int64), some(*other, dtype=torch.int64)
+        yield lambda x=x, y=y: (x <= y, x < y, x == y, x > y, x >= y, x - y)
+    for shape, count in (((A, B), 48), ((A, B, C), 48), ((C,), 48)):
+        for dtype in (torch.float32, torch.int64):
+            x = some(*shape, dtype=dtype)
+            given = some(*shape[: max(1, len(shape) - 1)], dtype=torch.bool)
+            for m in (given,) if given.shape == shape else (given, some(*shape, dtype=torch.bool)):
+                yield lambda x=x, m=m, count=count: _at_known_mask(x, m, count)
+    for size in (8, *HEADS):
+        given = [some(A, B, C, size) for _ in range(3)]
+        for attended in ((A, 1, C, C), (A, 1, 1, C), (C, C), (A, B, C, C), (1, 1, C, C)):
+            for dtype in (torch.float32, torch.bool):
+                yield lambda g=given, a=attended, t=dtype: trained(
+                    lambda q, k, v: F.scaled_dot_product_attention(q, k, v, some(*a, dtype=t)).square().sum(), *g
+                )
+        for keywords in (
+            {"dropout_p": 0.1},
+            {"dropout_p": 0.1, "is_causal": True},
+            {"scale": size**-0.5, "is_causal": True},
+        ):
+            yield lambda g=given, k=keywords: trained(
+                lambda *qkv: F.scaled_dot_product_attention(*qkv, **k).square().sum(), *g
+            )
+        if size == 8:
+            yield lambda g=given: trained(lambda *qkv: F.scaled_dot_product_attention(*qkv).square().sum(), *g)
+            yield lambda g=given: F.scaled_dot_product_attention(some(A, B, 1, 8), *g[1:])
+        yield lambda g=given, size=size: F.scaled_dot_product_attention(
+            some(A, B, 1, size), *g[1:], some(A, 1, 1, C), scale=size**-0.5
+        )
+        yield lambda g=given, size=size: F.scaled_dot_product_attention(*g, some(A, 1, C, C), scale=size**-0.5)
+
+
+def _at_known_mask(x: torch.Tensor, mask: torch.Tensor, count: int) -> Any:
+    def taken(x: torch.Tensor) -> torch.Tensor:
+        return counted._at_mask(x, 0, mask, count, torch.count_nonzero(mask))
+
+    return trained(lambda x: taken(x).sum(), x) if x.is_floating_point() else taken(x)
+
+
 def _momentum(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=0.01)
 
@@ -414,25 +567,11 @@ def _rearranged() -> Iterator[Callable[[], Any]]:
                 for place, dim in itertools.product((0, 1, 2, -1), range(len(shape))):
                     taken = functools.partial(_selected, dim=dim, place=place)
                     yield lambda shape=shape, taken=taken: trained(taken, some(*shape))
-                for dim in range(len(shape)):
-                    yield lambda shape=shape, dim=dim: _at_one_place(_select_with(dim), some(*shape), 0, 2)
-            for shape in ((C,), (C, D), (B, C, D), (B, C, D, E)):
-                for dim, count in itertools.product(range(len(shape)), (PART, 1)):
-                    taken = _slice_with(dim, count)
-                    yield lambda shape=shape, taken=taken: _at_one_place(taken, some(*shape), 0, 2)
             yield lambda x=x: trained(lambda x: torch.cat([x, x], 1).sum() + torch.stack([x, x]).sum(), x)
 
 
 def _selected(x: torch.Tensor, dim: int, place: int) -> torch.Tensor:
     return x.select(dim, place).square().sum()
-
-
-def _select_with(dim: int) -> Callable[[torch.Tensor, int], Any]:
-    return lambda x, place: trained(functools.partial(_selected, dim=dim, place=place), x)
-
-
-def _slice_with(dim: int, count: int) -> Callable[[torch.Tensor, int], Any]:
-    return lambda x, place: trained(lambda x: x.narrow(dim, place, count).square().sum(), x)
 
 
 def ordinary_ops(first: int = 0, step: int = 1) -> list[Op]:
@@ -472,14 +611,15 @@ def padded_ops(first: int = 0, step: int = 1) -> list[Op]:
     """What a part of `growing` records, padded as a whole and in pieces, an op of each pattern."""
     found: dict[str, Op] = {}
     divider = pieces.Divider(startup.engine().fragments)
-    for call in itertools.islice(growing(), first, None, step):
+    calls = itertools.chain(((call, 1) for call in growing()), ((call, len(MORE)) for call in growing_together()))
+    for call, count in itertools.islice(calls, first, None, step):
         fewer, more = (
             [
                 part
-                for program in programs_of(functools.partial(call, n))
+                for program in programs_of(functools.partial(call, *sizes[:count]))
                 for part in (program, *(piece.program for piece in divider.divide(program)))
             ]
-            for n in (FEWER, MORE)
+            for sizes in (FEWER, MORE)
         )
         layouts = Layouts(startup.engine()._layouts._is_special)  # which knows of no other changes
         seen = Counter[Outline]()
@@ -490,7 +630,7 @@ def padded_ops(first: int = 0, step: int = 1) -> list[Op]:
                 padded = layouts.pad(program, others[seen[shared] :][:1], lambda _: [])
                 seen[shared] += 1
                 for op in padded.program.ops:
-                    if op.padding is not None and len(op.padding.bounds) == 1:
+                    if op.padding is not None and len(op.padding.bounds) <= MOST_CHANGING:
                         found.setdefault(pattern_of(op)[0], op)
     return list(found.values())
 
@@ -535,6 +675,9 @@ def growing() -> Iterator[Callable[[int], Any]]:
         )
     yield lambda n: trained(lambda w: F.embedding(some(A, dtype=torch.int64), w).sum(), some(n, B))
     for shape in ((-1, B), (B, -1), (-1,), (A, -1, 3, 3), (-1, B, 3, 3)):
+        yield lambda n, shape=shape: torch.nn.utils.clip_grad_norm_(
+            _with_gradients(tuple(n if i < 0 else i for i in shape), torch.float32), 1.0
+        )
         for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, _momentum):
             yield lambda n, o=optimizer, shape=shape: _step(o, some(*(n if i < 0 else i for i in shape)))
     for lead in ((A,), (1,), (A, B), (1, B)):
@@ -615,6 +758,164 @@ def _growing_layers(shape: tuple[int, ...]) -> Iterator[Callable[[int], Any]]:
         yield lambda n: (of(n)[:, -1] * 2, of(n)[:, 0] * 2, F.linear(of(n)[:, -1], some(E, wide), some(E)))
 
 
+def growing_together() -> Iterator[Callable[..., Any]]:
+    """Calls of the ops of ordinary loops over batches of ever other lengths, as well, and over what a mask takes."""
+    for shape in ((-1, -2), (-1, -2, C), (-1, -2, 1), (A, B, -1, -2), (-1, B, -2, E)):
+        yield from _growing_elementwise_together(shape)
+    for shape in ((-1, -2, C), (-2, -1, C)):
+        yield from _growing_layers_together(shape)
+    for is_first in (True, False):
+        yield from (functools.partial(_self_attention, is_first, PART, size) for size in (4, 8, *HEADS))
+        for heads, size in itertools.product((2, 4, 8), (4, 8, 16, 32, 64)):
+            yield functools.partial(_self_attention, is_first, heads, size)
+    for size in (4, 8, *HEADS):
+        for is_causal, is_masked in ((False, False), (True, False), (False, True)):
+            yield functools.partial(_heads, size, is_causal, is_masked)
+    for is_first, norm_first, activation in ((True, False, F.relu), (True, True, F.gelu), (False, False, F.relu)):
+        yield functools.partial(_encoder, is_first, norm_first, activation)
+    for dtype in (torch.int64, torch.bool, torch.float32):
+        yield lambda n, m, *_, t=dtype: (
+            some(n, m, dtype=t) == 0,
+            some(n, m, dtype=t) != 0,
+            ~(some(n, m, dtype=t) == 0),
+        )
+        yield lambda n, m, *_, t=dtype: torch.count_nonzero(some(n, m, dtype=t))
+    for shape in ((), (C,), (E, C)):
+        yield functools.partial(_at_mask, shape, torch.float32)
+    yield functools.partial(_at_mask, (), torch.int64)
+    for shape in ((-1, -2), (A, -1)):
+        yield functools.partial(_losses_at_mask, shape)
+    yield lambda n, m, *_: trained(lambda w: F.embedding(some(n, m, dtype=torch.int64), w).square().sum(), some(D, B))
+    yield lambda n, m, *_: trained(
+        lambda w, v: F.embedding(some(n, m, dtype=torch.int64), w).add(v[:m]).square().sum(), some(D, B), some(E * D, B)
+    )
+
+
+def _of(shape: tuple[int, ...], sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return some(*(size if size > 0 else sizes[-1 - size] for size in shape), dtype=dtype)
+
+
+def _growing_elementwise_together(shape: tuple[int, ...]) -> Iterator[Callable[..., Any]]:
+    is_usual = shape in ((-1, -2), (-1, -2, C))
+    yield from (lambda *n, f=f: f(_of(shape, n)) for f in UNARY[:: 2 if is_usual else 8])
+    for f in BINARY[:10] if is_usual else ():
+        yield lambda *n, f=f: (f(_of(shape, n), _of(shape, n)), f(_of(shape, n), some()))
+        yield from (lambda *n, f=f, number=number: f(_of(shape, n), number) for number in (0.5, 0, 1))
+    for f in (torch.add, torch.mul, torch.Tensor.add_, torch.Tensor.mul_, *BINARY[:4] * is_usual):
+        for k in range(1, len(shape)):
+            yield lambda *n, f=f, k=k: f(_of(shape, n).clone(), _of(shape[k:], n))
+            yield lambda *n, f=f, k=k: f(_of(shape, n).clone(), _of((*shape[:k], *[1] * (len(shape) - k)), n))
+        yield lambda *n, f=f: f(_of(shape, n).clone(), _of(shape, n))
+        yield from (lambda *n, f=f, number=number: f(_of(shape, n).clone(), number) for number in (0.5, 1.0, 2.0, 1, 2))
+    yield lambda *n: [_of(shape, n).clone().zero_(), _of(shape, n).clone().fill_(1.0)]
+    for f in (torch.sum, torch.mean, torch.amax, *(torch.argmax, torch.any) * is_usual):
+        yield lambda *n, f=f: f(_of(shape, n))
+        for dim in range(-1, len(shape)):
+            yield lambda *n, f=f, dim=dim: (f(_of(shape, n), dim), f(_of(shape, n), dim, keepdim=True))
+    for f in (torch.sum, torch.mean, torch.relu, torch.tanh, torch.sigmoid, F.gelu, F.silu, torch.exp, torch.square):
+        yield lambda *n, f=f: trained(lambda x: f(x).sum(), _of(shape, n))
+    yield lambda *n: trained(lambda x: torch.square(x).mean(), _of(shape, n))
+    yield lambda *n: trained(lambda x: (x.softmax(-1) + x.log_softmax(-1)).sum(), _of(shape, n))
+    yield lambda *n: trained(lambda x: F.dropout(x, 0.1).sum(), _of(shape, n))
+    if len(shape) < 4:
+        yield lambda *n: trained(lambda x: F.dropout(x.transpose(0, 1), 0.1).sum(), _of(shape, n))
+        yield lambda *n: trained(F.mse_loss, _of(shape, n), _of(shape, n))
+        yield lambda *n: (_of(shape, n).transpose(0, 1).contiguous(), _of(shape, n).transpose(0, 1) + 1.0)
+        yield lambda *n: trained(
+            lambda x, y: (x + y.transpose(0, 1)).sum(), _of(shape, n), _of(shape, n).transpose(0, 1)
+        )
+        for dim in range(2):
+            yield lambda *n, dim=dim: trained(lambda x: x.select(dim, 0).sum() + x.select(dim, -1).sum(), _of(shape, n))
+            yield lambda *n, dim=dim: trained(lambda x: x.narrow(dim, 1, x.shape[dim] - 1).sum(), _of(shape, n))
+    for value in (0, 0.0, float("-inf")):
+        yield lambda *n, value=value: _of(shape, n).masked_fill(_of(shape, n) > 0, value)
+        yield lambda *n, value=value: _of(shape, n).clone().masked_fill_(_of(shape, n, torch.bool), value)
+    yield lambda *n: torch.where(_of(shape, n) > 0, _of(shape, n), 0)
+    yield lambda *n: (_of(shape, n, torch.bool).float(), _of(shape, n, torch.int64).float(), _of(shape, n).long())
+    if len(shape) == 3:
+        yield lambda *n: trained(
+            lambda x, m: (x * m.unsqueeze(-1)).sum(1) / m.sum(1, keepdim=True), _of(shape, n), _of(shape[:2], n)
+        )
+        yield lambda *n: _of(shape, n).masked_fill(_of(shape[:2], n, torch.bool).unsqueeze(-1), 0.0)
+
+
+def _growing_layers_together(shape: tuple[int, ...]) -> Iterator[Callable[..., Any]]:
+    def of(n: tuple[int, ...]) -> torch.Tensor:
+        return _of(shape, n)
+
+    wide = shape[-1]
+    for made in (E, wide, 1, 3 * wide):
+        weights = some(made, wide), some(made)
+        yield lambda *n, w=weights: trained(lambda *g: F.linear(*g).square().sum(), of(n), *w)
+        yield lambda *n, w=weights: trained(lambda *w: F.linear(of(n), *w).square().sum(), *w)
+        yield lambda *n, w=weights: trained(lambda *g: F.linear(*g).square().sum(), of(n), w[0])
+        yield lambda *n, w=weights: F.linear(of(n), *w).transpose(0, 1) * 2
+        yield lambda *n, w=weights: trained(lambda x, *w: F.linear(x.transpose(0, 1), *w).square().sum(), of(n), *w)
+    yield lambda *n: trained(lambda x, *w: F.layer_norm(x, (wide,), *w).square().sum(), of(n), some(wide), some(wide))
+    yield lambda *n: trained(lambda x, w: F.rms_norm(x, (wide,), w).square().sum(), of(n), some(wide))
+    yield lambda *n: trained(
+        lambda x: F.cross_entropy(x.flatten(0, 1), _of(shape[:2], n, torch.int64).flatten(), ignore_index=0), of(n)
+    )
+    yield lambda *n: trained(
+        lambda x: F.cross_entropy(x.flatten(0, 1), _of(shape[:2], n, torch.int64).flatten()), of(n)
+    )
+    yield lambda *n: trained(lambda x: F.cross_entropy(x.transpose(1, 2), _of(shape[:2], n, torch.int64)), of(n))
+    yield lambda *n: trained(
+        lambda x: F.cross_entropy(x[:, :-1].flatten(0, 1), _of(shape[:2], n, torch.int64)[:, 1:].flatten()), of(n)
+    )
+
+
+def _self_attention(is_first: bool, heads: int, size: int, *n: int) -> Any:
+    layer = torch.nn.MultiheadAttention(heads * size, heads, dropout=0.1, batch_first=is_first).to("tpu")
+    x = _of((-1, -2, heads * size) if is_first else (-2, -1, heads * size), n)
+    return [
+        trained(lambda x, m=mask: layer(x, x, x, key_padding_mask=m, need_weights=False)[0].square().sum(), x)
+        for mask in (None, _of((-1, -2), n, torch.int64) == 0)
+    ]
+
+
+def _heads(size: int, is_causal: bool, is_masked: bool, *n: int) -> Any:
+    """Attention as small models have it, between two layers."""
+
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(*part.shape[:2], PART, size).transpose(1, 2) for part in x.chunk(3, -1))
+        mask = (_of((-1, -2), n) != 0)[:, None, None] if is_masked else None
+        made = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
+        return made.transpose(1, 2).flatten(2).square().sum()
+
+    return trained(attended, _of((-1, -2, 3 * PART * size), n))
+
+
+def _encoder(is_first: bool, norm_first: bool, activation: Any, *n: int) -> Any:
+    wide = PART * B
+    layer = torch.nn.TransformerEncoderLayer(
+        wide, PART, C, batch_first=is_first, norm_first=norm_first, activation=activation
+    ).to("tpu")
+    x = _of((-1, -2, wide) if is_first else (-2, -1, wide), n)
+    return trained(lambda x: layer(x, src_key_padding_mask=_of((-1, -2), n, torch.int64) == 0).square().sum(), x)
+
+
+def _at_mask(tail: tuple[int, ...], dtype: torch.dtype, n: int, m: int, _: int, count: int) -> Any:
+    """What `x[mask]` does where the count is known."""
+    mask = some(n, m) > 0
+
+    def taken(x: torch.Tensor) -> torch.Tensor:
+        return counted._at_mask(x, 0, mask, count, torch.count_nonzero(mask))
+
+    x = some(n, m, *tail, dtype=dtype)
+    return trained(lambda x: taken(x).square().sum(), x), taken(x)
+
+
+def _losses_at_mask(shape: tuple[int, ...], *n: int) -> Any:
+    mask, ids = _of(shape, n) > 0, _of(shape, n, torch.int64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        taken = [counted._at_mask(each, 0, mask, n[3], torch.count_nonzero(mask)) for each in (x, ids)]
+        return F.cross_entropy(*taken)
+
+    return trained(loss, _of((*shape, E), n)), trained(lambda x: F.mse_loss(x[mask], x[mask]), _of(shape, n))
+
+
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return ((q @ k.mT) * 0.5).softmax(-1).matmul(v).square().sum()
 
@@ -656,19 +957,31 @@ def resized(value: Any, new: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> An
     return value
 
 
-def with_room(op: Op, new: Sequence[int], room: int, least: int, more: int) -> tuple[Op, dict[int, int]]:
-    """An op with padding with other sizes, another capacity and bounds, and what became of all sizes."""
+def with_room(op: Op, new: Sequence[int], rooms: Sequence[tuple[int, int, int]]) -> tuple[Op, dict[int, int]]:
+    """An op with padding with other sizes, other capacities and bounds, and what became of all sizes."""
     assert op.padding is not None
-    ((_, most, capacity),) = op.padding.bounds
-    fixed = [size for size in map(int, pattern_of(op)[1].values()) if size != capacity]
-    become = {capacity: room} | dict(zip(fixed, new, strict=False))
-    known = [*fixed, capacity]
-    for some in (*itertools.combinations(known, 2), *itertools.combinations(known, 3)):
-        become[math.prod(some)] = math.prod(become[size] for size in some)
-    for times, size in itertools.product((2, 3), fixed):
-        become[times * size] = times * become[size]
-    padding = dataclasses.replace(op.padding, bounds=((least, room - (capacity - most) - more, room),))
+    capacities = [*dict.fromkeys(capacity for _, _, capacity in op.padding.bounds)]
+    of_capacity = dict(zip(capacities, rooms, strict=False))
+    bounds = []
+    for _, most, capacity in op.padding.bounds:
+        room, least, more = of_capacity[capacity]
+        bounds.append((least, room - (capacity - most) - more, room))
+    become = {capacity: room for capacity, (room, _, _) in of_capacity.items()}
+    fixed = [size for size in map(int, pattern_of(op)[1].values()) if size not in become]
+    become |= dict(zip(fixed, new, strict=False))
+    known = [*fixed, *capacities]
+    for count in range(2, 5):
+        for some in itertools.combinations(known, count):
+            become[math.prod(some)] = math.prod(become[size] for size in some)
+    for times, parts, size in itertools.product(map(int, templates.TIMES), (1, 3), fixed):
+        become[times * parts * size] = times * parts * become[size]
+    padding = dataclasses.replace(op.padding, bounds=tuple(bounds))
     return renumbered(dataclasses.replace(op, padding=padding), become), become
+
+
+def small(op: Op) -> Op:
+    """The op, with small sizes if it has padding: of what has many elements no template is asked for."""
+    return op if op.padding is None else with_room(op, *PADDED[1])[0]
 
 
 def renumbered(value: Any, numbers: Mapping[int, int]) -> Any:
@@ -702,9 +1015,12 @@ def without_padding(op: Op) -> Op:
     """The op on arrays of just these sizes."""
     assert op.padding is not None
     reads = iter(op.padding.reads)
+    values = {
+        name: CHANGING.get(capacity, MORE[0]) for name, (_, _, capacity) in zip("abc", op.padding.bounds, strict=False)
+    }
 
     def size(text: int | str) -> int:
-        return eval(text, {"a": MORE}) if isinstance(text, str) else text  # noqa: S307 -- the recorder's own
+        return eval(text, values) if isinstance(text, str) else text  # noqa: S307 -- the recorder's own
 
     def exact(value: Any, part: PaddedExtent | None) -> Any:
         if part is None:
@@ -824,18 +1140,19 @@ class Maker:
         named = [[numbers.get(word, word) for word in pair] for pair in decided]
         # Of sizes that change, the padded form decides when it runs.
         pairs = [[letters.get(size, size) for size in pair] for pair in named if {*pair} <= {*letters, *LITERAL}]
-        found = _from_the_first(self._with_room(op, entry, *numbers) for numbers in PADDED)
-        if len(found) < 5:
-            return None
-        return _right_for_all(pattern, entry, found, pairs)
+        for first in (PADDED[0], SMALL):
+            found = _from_the_first(self._with_room(op, entry, *numbers) for numbers in (first, *PADDED[1:]))
+            if len(found) >= 5 and (made := _right_for_all(pattern, entry, found, pairs)) is not None:
+                return made
+        return None
 
     def _with_room(
-        self, op: Op, entry: LoweringEntry, new: Sequence[int], room: int, least: int, more: int
+        self, op: Op, entry: LoweringEntry, new: Sequence[int], rooms: Sequence[tuple[int, int, int]]
     ) -> Traced | None:
-        """What the sizes of an op with padding become with these and a capacity, and the fragment; None where it is not
-        for such."""
+        """What the sizes of an op with padding become with these and capacities, and the fragment; None where it is
+        not for such."""
         try:
-            changed, become = with_room(op, new, room, least, more)
+            changed, become = with_room(op, new, rooms)
             traced = self.traced(changed, entry)
         except Exception:  # noqa: BLE001 - whatever a lowering or a rule raises
             return None
@@ -919,7 +1236,7 @@ def make(found: Sequence[Op]) -> dict[str, str]:
     # An op with more sizes of its own makes a template for others, too.
     for count, op in enumerate(sorted(found, key=lambda op: -len(pattern_of(op)[1]))):
         print(f"\r{count + 1} of {len(found)} ops ", end="", file=sys.stderr)
-        if any(templates.OfAnOp({}, general.get(op.name, ()), PLATFORMS[0]).matching(described(op))):
+        if any(templates.OfAnOp({}, general.get(op.name, ()), PLATFORMS[0]).matching(described(small(op)))):
             continue
         rows: dict[str, list[str]] = {}
         first: Made | None = None
@@ -964,12 +1281,12 @@ def check(found: Sequence[Op]) -> None:
         maker, held = Maker(platform), templates.Templates(FOLDER, platform)
         for op in found:
             entry = startup.lowerings().entry(op.name, platform)
-            small = op if op.padding is None else with_room(op, *PADDED[1])[0]
-            filled = held.find(described(small), entry)
+            asked = small(op)
+            filled = held.find(described(asked), entry)
             if filled is not None:
-                is_held = is_right(filled, maker.traced(small, entry))
+                is_held = is_right(filled, maker.traced(asked, entry))
             else:
-                is_held = any(held.of(op.name).matching(described(small))) or maker.make(op, entry) is None
+                is_held = any(held.of(op.name).matching(described(asked))) or maker.make(op, entry) is None
             if not is_held:
                 what = "not in the files" if filled is None else "another one in the files"
                 sys.exit(f"{described(op)} for {platform}: {what}; python {__file__} makes them anew")

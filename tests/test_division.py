@@ -165,6 +165,25 @@ def test_signs_of_zero_reach_the_device(in_pieces: None) -> None:
         assert torch.copysign(x, zero).tolist() == [math.copysign(7.0, zero)] * 3
 
 
+def test_what_happens_to_an_element_of_a_list_is_in_no_piece_with_the_next_one() -> None:
+    """So that parameters in another order, or others between them, are the same pieces."""
+    divider = Divider(startup.engine().fragments)
+
+    def step(*shapes: tuple[int, ...]) -> set[int]:
+        with Record() as record:
+            weights = [record.input(torch.ones(shape)) for shape in shapes]
+            gradients = [record.input(torch.ones(shape)) for shape in shapes]
+            torch._foreach_mul_(weights, 0.5)
+            torch._foreach_add_(weights, gradients, alpha=-0.25)
+            torch._foreach_clamp_min_(weights, 0.0)
+        program = record.program(*weights, donated=tuple(range(len(shapes))))
+        return {piece.identity for piece in divider.divide(program)}
+
+    one, other, both = step((3,), (3,)), step((4, 2), (4, 2)), step((3,), (4, 2), (3,))
+    assert len(one) == len(other) == 1
+    assert both == step((4, 2), (3,), (4, 2), (4, 2)) == one | other
+
+
 def test_what_nobody_needs_is_in_no_piece(engine: Engine) -> None:
     with Record() as record:
         x = record.input(torch.zeros(4))

@@ -702,6 +702,22 @@ def test_elements_that_a_mask_takes_of_ever_other_graphs_are_read_by_few_program
     assert compiled <= 40
 
 
+def test_a_count_that_is_a_size_of_buffers_takes_no_program_of_its_own() -> None:
+    """Elements lie in buffers of more, however many; 64 of them are of another capacity than their buffer."""
+    compiled = []
+
+    def loop(device: str) -> list[Tensor]:
+        x, found = torch.arange(300.0).to(device), []
+        for count in (130, 200, 150, 195, 170, 128, 160, 192):
+            taken = x[x < torch.tensor(count).to(device)]
+            found.append(((taken * 2).sin().exp() + taken.sum()).cpu())
+            compiled.append(counted("programs_compiled"))
+        return found
+
+    same_on_both(loop)
+    assert compiled[-4] == compiled[-1] > compiled[-8]
+
+
 @pytest.mark.parametrize("self_loops", [False, True])
 def test_edges_of_ever_other_graphs_are_listed_by_few_programs(self_loops: bool) -> None:
     """What `nonzero` and masks make lies one after the other at the beginning of a longer array."""

@@ -292,6 +292,29 @@ PADDINGS = [
 ]
 
 
+def placing(name: str, *given: Any, dtype: torch.dtype = torch.float32) -> Op:
+    """With a place that is known when it runs."""
+    op = padding(name, *given, dtype=dtype)
+    lifted = Lifted("i", 0), Lifted("i", 1)
+    return replace(op, args=(*op.args[:3], *lifted, 1) if name == "slice_backward" else (*op.args[:3], lifted[0]))
+
+
+PADDINGS += [
+    placing("slice_backward", (2, 3), (4, 3), 0, 1, 3, 1),
+    placing("slice_backward", (4, 3), (4, 7), -1, 1, 4, 1),
+    placing("slice_backward", (3,), (7,), 0, 1, 4, 1),
+    placing("slice_backward", (2, 1, 5), (2, 6, 5), 1, 1, 2, 1),
+    placing("select_backward", (3,), (4, 3), 0, 1),
+    placing("select_backward", (4,), (4, 3), -1, 1),
+    placing("select_backward", (), (5,), 0, 2),
+    placing("select_backward", (2, 3), (2, 5, 3), 1, 2),
+    *(
+        placing("slice_backward", (2, 3), (4, 3), 0, 1, 3, 1, dtype=dtype)
+        for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64, torch.complex64)
+    ),
+]
+
+
 @pytest.mark.parametrize("op", PADDINGS, ids=str)
 def test_what_a_padding_writes_is_what_tracing_gives(op: Op) -> None:
     entry = LOWERINGS[op.name]
@@ -300,7 +323,7 @@ def test_what_a_padding_writes_is_what_tracing_gives(op: Op) -> None:
     assert written == traced
 
 
-def test_a_padding_of_no_zeros_or_at_a_place_that_changes_is_traced() -> None:
+def test_a_padding_of_no_zeros_or_between_elements_at_a_place_that_changes_is_traced() -> None:
     left = [
         padding("constant_pad_nd", (2, 3), (0, 1), 2.5),
         padding("constant_pad_nd", (2, 3), (0, 1), -0.0),
@@ -308,7 +331,7 @@ def test_a_padding_of_no_zeros_or_at_a_place_that_changes_is_traced() -> None:
         padding("constant_pad_nd", (), (), 0.0),
         padding("slice_backward", (0, 3), (4, 3), 0, 1, 1, 1),
         replace(
-            padding("slice_backward", (2, 3), (4, 3), 0, 1, 3, 1), args=(*PADDINGS[0].args[:3], Lifted("i", 0), 3, 1)
+            padding("slice_backward", (2, 3), (4, 3), 0, 1, 4, 2), args=(*PADDINGS[0].args[:3], Lifted("i", 0), 4, 2)
         ),
     ]
     assert [written_fragment(op, LOWERINGS[op.name]) for op in left] == [None] * len(left)

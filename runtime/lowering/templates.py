@@ -38,18 +38,20 @@ from .tracing import Fragment, symbol_of, without_copies
 
 _DIMENSIONS = re.compile(r"(?<=tensor<)[\dA-M]+(?:x[\dA-M]+)*(?=x)")
 _NUMBER = re.compile(r"\d+")
+_UNNAMED = re.compile(r"%\w+|\d+")  # a value, or a number that is not its name
 _INT = re.compile(r"(?<=\bint:)(?:\d+|[A-M])\b")
 _SIZED = re.compile(f"{_DIMENSIONS.pattern}|{_INT.pattern}")
 _SIZE = re.compile(r"\d+|[A-M]")
 _FLOAT = re.compile(r"\b\d\.\d{6}e\+\d\d\b")
-_FILLED = re.compile(r"\$(e?)((?:[23]\*)?[A-Z](?:\*[A-Z])*)(-[123])?")
+_FILLED = re.compile(r"\$(e?)((?:\d+\*)?[A-Z](?:\*[A-Z])*)(-[123])?")
 _BOUNDS = re.compile(r"\((?:\(\d+, \d+, \d+\)(?:, |,(?=\))|(?=\))))+\)")
 _BOUND = re.compile(r"\((\d+), (\d+), (\d+)\)")
-_WORD = re.compile(r"\b(?:\d+|(?:[23]\.)?[A-M](?:\.[A-M])*)(?![\w.])")
+_WORD = re.compile(r"\b(?:\d+|(?:\d+\.)?[A-M](?:\.[A-M])*)(?![\w.])")
 _MOST_ROOM = 2  # that is tried without
 _MOST_ELEMENTS, _LONGEST = 2**20, 2**11  # of an op with padding; such counts its places, products of both, in i32
 _MOST_EXACT = 2**24  # integers that every float type of a lowering's constants has
 _MOST_FACTORS = 4
+TIMES = "2", "3", "4", "8", "16", "32", "64"
 _PADDING, _MADE = " padding ", ")->("
 _TEXT_END = '", ['  # of the first element of a line
 SHAPE, COUNT = "S", "N"
@@ -298,14 +300,14 @@ def template_of(
         if SHAPE in sizes:
             text = re.sub(rf"(?<=tensor<){sizes[SHAPE]}(?=x)", f"${SHAPE}", text)
         text = _FLOAT.sub(lambda found: f"$e{letters[size]}" if (size := floats.get(found[0])) else found[0], text)
-        return _NUMBER.sub(lambda found: f"${letters[found[0]]}" if found[0] in letters else found[0], text)
+        return _UNNAMED.sub(lambda found: f"${letters[found[0]]}" if found[0] in letters else found[0], text)
 
     checks = [[letter(message), error.__module__, error.__qualname__] for message, error in fragment.checks]
     body = letter(fragment.text.replace(f"@{fragment.symbol}", "@0"))
     call = list(fragment.used), list(fragment.forwards), letter(fragment.signature), checks
     made = FragmentTemplate(op, body, *call, list(map(letter, fragment.unequal)), list(map(list, apart)))
     numbers = {size for shape in sizes.values() for size in shape.split("x")} - {"0", "1"}
-    is_free = "$" not in fragment.text and numbers.isdisjoint(_NUMBER.findall(made.body))
+    is_free = "$" not in fragment.text and numbers.isdisjoint(_UNNAMED.findall(made.body))
     return made if is_free else None
 
 
@@ -317,13 +319,13 @@ def _names(sizes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _products(sizes: Mapping[str, str]) -> dict[str, str]:
-    """The numbers that are sizes, products of some, or twice or three times one, with the letters of these; of two ways
-    to come to one, the first of the shorter."""
+    """The numbers that are sizes, products and powers of some, or some `TIMES` one, with the letters of these; of two
+    ways to come to one, the first of the shorter."""
     found: dict[str, str] = {}
     for count in range(1, _MOST_FACTORS + 1):
-        for some in itertools.combinations(sizes, count):
+        for some in itertools.combinations_with_replacement(sizes, count):
             found.setdefault(str(_product(some, sizes)), "*".join(some))
-    for times, letter in itertools.product("23", sizes):  # as where the parts of one array lie
+    for times, letter in itertools.product(TIMES, sizes):  # as where the parts of one array lie, or heads
         found.setdefault(str(_product((times, letter), sizes)), f"{times}*{letter}")
     return found
 

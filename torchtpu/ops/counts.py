@@ -39,8 +39,8 @@ def reset() -> None:
 
 
 def size_for(count: int, most: int | None = None) -> int:
-    """The least of 16, 24, 32, 48, 64, 96, ... that holds more than `count` elements, `most` and one at most. So what is
-    taken of so many is a part of them whatever the count is, and no count has programs of its own."""
+    """The least of 16, 24, 32, 48, 64, 96, ... that holds more than `count` elements, `most` and one at most. So what
+    is taken of so many is a part of them whatever the count is, and no count has programs of its own."""
     power = 1 << count.bit_length()
     size = max(power if 4 * count >= 3 * power else 3 * power // 4, _FEWEST)
     return size if most is None else min(size, most + 1)

@@ -16,7 +16,7 @@ def is_known(*sizes: Any) -> bool:
     return known
 
 
-def is_at_most(size: Any, limit: int) -> bool:
+def is_at_most(size: Any, limit: Any) -> bool:
     """Whether it is, as far as is known."""
     try:
         return bool(size <= limit)

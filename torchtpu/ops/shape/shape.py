@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from torchtpu.ops.registry import as_dtype, jax, jnp, lax, lowering, opmath, without_kernels
-from torchtpu.ops.sizes import transpose
+from torchtpu.ops.sizes import is_at_most, transpose
 
-from .written import Kind, Shape, padded
+from .written import Kind, Shape, padded, placed
 
 UNROLLED_WINDOWS = 32  # overlaps up to which windows are summed by pads instead of a scatter
 
@@ -95,7 +95,9 @@ def _write_slice_backward(
 ) -> list[str] | None:
     ((shape, _),) = given
     count, size = shape[dim], sizes[dim]
-    if not isinstance(start, int) or not isinstance(end, int) or math.prod(shape) == 0:
+    if isinstance(start, str):
+        return placed(given[0], made, dim % len(sizes), start, is_row=False) if step == 1 and count else None
+    if not isinstance(end, int) or math.prod(shape) == 0:
         return None
     first = _bounds(size, start, size, step)[0]
     edges = [(0, 0, 0)] * len(shape)
@@ -109,13 +111,17 @@ def slice_backward(grad, input_sizes, dim, start, end, step):
     if count == 0:
         return jnp.zeros(input_sizes, grad.dtype)
     if isinstance(start, jax.Array):
-        return _placed(_padded(grad, dim, 0, 0, step - 1), input_sizes, dim, start)
+        return _placed(grad if step == 1 else _padded(grad, dim, 0, 0, step - 1), input_sizes, dim, start)
     is_symbolic = not (isinstance(start, int) and isinstance(size, int))  # and so inside
     first = start if is_symbolic and start >= 0 else _bounds(size, start, size, step)[0]
     return _padded(grad, dim, first, size - first - (count - 1) * step - 1, step - 1)
 
 
-@lowering("select_backward", ints=("index",))
+def _write_select_backward(given: Sequence[Kind], made: Kind, sizes: Shape, dim: int, index: Any) -> list[str] | None:
+    return placed(given[0], made, dim % len(sizes), index, is_row=True) if isinstance(index, str) else None
+
+
+@lowering("select_backward", ints=("index",), write=_write_select_backward)
 def select_backward(grad, input_sizes, dim, index):
     dim %= len(input_sizes)
     size = input_sizes[dim]
@@ -128,8 +134,16 @@ def select_backward(grad, input_sizes, dim, index):
 
 def _placed(x: Any, sizes: Any, dim: int, start: Any) -> Any:
     """Zeros with `x` from `start` on, a number known at run time which counts from the end where it is negative."""
-    first = jnp.where(start < 0, start + sizes[dim], start)
-    return lax.dynamic_update_slice_in_dim(jnp.zeros(sizes, x.dtype), x, first, dim % len(sizes))
+    dim %= len(sizes)
+    size, count = sizes[dim], x.shape[dim]
+    is_part = is_at_most(count, size)
+    shape = list(sizes)
+    if not is_part:  # that is known of what has so many elements more
+        shape[dim] = size + count
+    starts = [jnp.zeros((), start.dtype)] * len(shape)
+    starts[dim] = lax.select(start < 0, start + size, start)
+    made = lax.dynamic_update_slice(jnp.zeros(shape, x.dtype), x, starts, allow_negative_indices=False)
+    return made if is_part else lax.slice_in_dim(made, 0, size, axis=dim)
 
 
 @lowering("slice_scatter", infer=partial(without_kernels, torch.ops.aten.slice_scatter.default))
