@@ -1,11 +1,13 @@
-"""Pieces: divides a recorded program into parts of one to four ops, by what the ops are and nothing else.
+"""Pieces: divides a recorded program into parts of few ops, by what the ops are and nothing else.
 
 A stream is cut where an op's hash is the largest of the next four. Equal stretches of different streams, at any place
 of them, are so divided alike, and a piece does not know where it stood: where a view begins, or its gradient, is a
 run-time number, lists are taken apart, and what nobody needs is left out. List elements that lie in their arrays in
 another way than others of their sizes are copied, by pieces of a copy each; where streams keep differing, tensors of
 different sizes are put together by pieces that write one each. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9
-and 6. Where that is, and which pieces are equal, is found in C++ (`csrc/region/pieces.cpp`).
+and 6. All that consecutive ops do to an element of their lists is a piece, as an optimizer's step of one parameter; so
+are many ops in a row that read nothing, as where its states are made. Where that is, and which pieces are equal, is
+found in C++ (`csrc/region/pieces.cpp`).
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ class Divider:
         is_worth_it = self._is_worth_writes if is_often_new else lambda _: False
         plain, added = with_lists_apart(program, self._fragments.maps, is_worth_it)
         filling = [place for place, op in enumerate(plain.ops) if is_often_new and _copies_a_part(op)]
-        pieces = [Piece(plain, *row) for row in divider.divide(plain, sorted({*added, *filling}))]
+        pieces = [Piece(plain, *row) for row in divider.divide(plain, sorted({*added, *filling}), is_often_new)]
         places = set(added)
         for piece in pieces if places else ():
             if piece.place in places:

@@ -1,6 +1,7 @@
 // A stream is cut where an op's hash is the largest of the next four.  Equal stretches of different streams, at any
 // place of them, are so divided alike, and a piece does not know where it stood: where a view begins, or the gradient
-// of one, is a run-time number, lists are taken apart, and what nobody needs is left out.
+// of one, is a run-time number, lists are taken apart, and what nobody needs is left out.  What happens to an element
+// of a list is a piece, whatever its place, and so are many ops in a row that read nothing.
 
 #include "region/pieces.h"
 
@@ -15,6 +16,9 @@ namespace torchtpu {
 namespace {
 
 constexpr size_t kMostOps = 4;           // of a piece
+constexpr size_t kMostOfElement = 16;    // ops that happen to an element of a list, in a piece of their own
+constexpr size_t kFewestFills = 8;       // ops in a row that read nothing, as where an optimizer's states are made,
+constexpr size_t kMostFills = 256;       // which are pieces of so many
 constexpr size_t kMostKnown = 1 << 16;   // signs, and pieces, that have a number
 constexpr int64_t kNothing = INT64_MIN;  // where no value is taken
 
@@ -474,13 +478,18 @@ uint64_t mark_of(const Call& call) {
   return hash;
 }
 
+bool reads_nothing(const Call& call) {
+  return std::all_of(call.slots.begin(), call.slots.end(),
+                     [](const Operand& slot) { return slot.kind == Operand::kTensor && slot.value == kNothing; });
+}
+
 }  // namespace
 
-std::vector<size_t> ends_of(const std::vector<uint64_t>& hashes) {
+std::vector<size_t> ends_of(const std::vector<uint64_t>& hashes, size_t most_ops) {
   std::vector<size_t> ends;
-  for (size_t start = 0; hashes.size() - start > kMostOps;) {
+  for (size_t start = 0; hashes.size() - start > most_ops;) {
     size_t largest = start;
-    for (size_t place = start; place < start + kMostOps; place++) {
+    for (size_t place = start; place < start + most_ops; place++) {
       if (hashes[place] >= hashes[largest]) largest = place;
     }
     ends.push_back(start = largest + 1);
@@ -594,7 +603,7 @@ void Divider::learn(const std::vector<Call>& calls, const py::tuple& ops) {
   }
 }
 
-py::list Divider::divide(const py::object& program, const std::vector<size_t>& apart) {
+py::list Divider::divide(const py::object& program, const std::vector<size_t>& apart, bool is_often_new) {
   const Fields& f = fields();
   if (signs_.size() > kMostKnown) signs_.clear();
   if (identities_.size() > kMostKnown) identities_.clear();
@@ -641,11 +650,23 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
   std::reverse(kept.begin(), kept.end());
 
   auto is_apart = [&](const Call& call) { return std::binary_search(apart.begin(), apart.end(), call.place); };
-  // What happens to an element, if that is more than an op, has no part in a piece with what happens to the next one:
-  // the order of elements is another one in each program.
-  auto ends_an_element = [&](size_t place) {
+  // What happens to an element, if that is more than an op, is in no piece with anything else: the order of elements is
+  // another one in each program.
+  auto is_of_element = [&](size_t place) {
     int element = kept[place].element;
-    return element >= 0 && kept[place + 1].element != element && place > 0 && kept[place - 1].element == element;
+    auto is_same = [&](size_t other) { return other < kept.size() && kept[other].element == element; };
+    return element >= 0 && (is_same(place + 1) || (place > 0 && is_same(place - 1)));
+  };
+  std::vector<uint8_t> is_filling(kept.size());  // one of many in a row
+  for (size_t place = 0, begin = 0; place <= kept.size(); place++) {
+    if (place < kept.size() && !is_often_new && reads_nothing(kept[place])) continue;
+    if (place - begin >= kFewestFills) std::fill(is_filling.begin() + begin, is_filling.begin() + place, 1);
+    begin = place + 1;
+  }
+  auto is_border = [&](size_t place) {  // behind an op
+    bool is_next_element = kept[place].element != kept[place + 1].element;
+    return is_filling[place] != is_filling[place + 1] ||
+           (is_next_element && (is_of_element(place) || is_of_element(place + 1)));
   };
   std::vector<size_t> ends;
   std::vector<uint64_t> marks;
@@ -653,11 +674,11 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
   for (size_t place = 0; place < kept.size(); place++) {
     for (int64_t value : kept[place].made) is_copy[at(value)] = is_apart(kept[place]);
     marks.push_back(mark_of(kept[place]));
-    bool is_last =
-        place + 1 == kept.size() || is_apart(kept[place]) || is_apart(kept[place + 1]) || ends_an_element(place);
+    bool is_last = place + 1 == kept.size() || is_apart(kept[place]) || is_apart(kept[place + 1]) || is_border(place);
     if (!is_last) continue;
     size_t begin = place + 1 - marks.size();
-    for (size_t end : ends_of(marks)) ends.push_back(begin + end);
+    size_t most_ops = is_filling[place] ? kMostFills : is_of_element(place) ? kMostOfElement : kMostOps;
+    for (size_t end : ends_of(marks, most_ops)) ends.push_back(begin + end);
     ends.push_back(place + 1);
     marks.clear();
   }
@@ -721,7 +742,7 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
 
 void bind_pieces(py::module& m) {
   py::class_<Divider>(m, "Divider").def(py::init<py::object, py::object, py::object>()).def("divide", &Divider::divide);
-  m.def("ends_of", &ends_of);
+  m.def("ends_of", [](const std::vector<uint64_t>& hashes) { return ends_of(hashes, kMostOps); });
 }
 
 }  // namespace torchtpu

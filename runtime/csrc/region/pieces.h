@@ -1,4 +1,4 @@
-// Pieces: divides a recorded program into parts of one to four ops, by what the ops are and nothing else.
+// Pieces: divides a recorded program into parts of few ops, by what the ops are and nothing else.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -31,8 +31,9 @@ class Divider {
       : maps_(std::move(maps)), facts_(std::move(facts)), ints_(std::move(ints)) {}
   // The pieces, each as what runtime.partition.pieces.Piece is made with, but for the first two.  The ops at the places
   // `apart`, in ascending order, are pieces of their own: what they make is not donated, and only what they write into
-  // is donated to them.
-  py::list divide(const py::object& program, const std::vector<size_t>& apart);
+  // is donated to them. Many ops in a row that read nothing are one piece, but where programs of the kind are often
+  // new.
+  py::list divide(const py::object& program, const std::vector<size_t>& apart, bool is_often_new);
 
   struct Call;
 
@@ -51,8 +52,8 @@ class Divider {
   std::unordered_map<std::string, int64_t> identities_;
 };
 
-// Where pieces end, but the last, of ops with these hashes: behind the largest of four, of equal ones the later.
-std::vector<size_t> ends_of(const std::vector<uint64_t>& hashes);
+// Where pieces end, but the last, of ops with these hashes: behind the largest of so many, of equal ones the later.
+std::vector<size_t> ends_of(const std::vector<uint64_t>& hashes, size_t most_ops);
 
 void bind_pieces(py::module& m);
 
