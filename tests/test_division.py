@@ -154,7 +154,7 @@ def test_numbers_that_only_compare_equal_are_not_the_same() -> None:
         return replace(record.program(y), ops=(replace(op, args=(*op.args, number)),))
 
     numbers = (0.0, -0.0, 0, False, 1.0, 1, True, 1 << 62, 1 << 64, -(1 << 64), "1", None)
-    assert len({divider.divide(program(number), [])[0][0] for number in numbers}) == len(numbers)
+    assert len({divider.divide(program(number), [], False)[0][0] for number in numbers}) == len(numbers)
 
 
 def test_signs_of_zero_reach_the_device(in_pieces: None) -> None:
@@ -182,6 +182,18 @@ def test_what_happens_to_an_element_of_a_list_is_in_no_piece_with_the_next_one()
     one, other, both = step((3,), (3,)), step((4, 2), (4, 2)), step((3,), (4, 2), (3,))
     assert len(one) == len(other) == 1
     assert both == step((4, 2), (3,), (4, 2), (4, 2)) == one | other
+
+
+def test_many_fills_in_a_row_are_one_piece(in_pieces: None) -> None:
+    """As where the states of an optimizer are made."""
+    x = torch.ones(1, 2, device="tpu")
+    x.tolist()
+    before = metrics.snapshot()["programs_compiled"]
+    states = [torch.zeros(k // 2 + 1, 2, device="tpu") for k in range(20)]
+    y = (x + states[1]).relu() - 1.0
+    assert y.tolist() == [[0.0, 0.0]]
+    assert metrics.snapshot()["programs_compiled"] - before == 2
+    assert all(state.add(1.0).sum().item() == 2.0 * len(state) for state in states)
 
 
 def test_what_nobody_needs_is_in_no_piece(engine: Engine) -> None:
