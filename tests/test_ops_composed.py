@@ -105,6 +105,12 @@ def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return padded, *(aten._padded_dense_to_jagged_forward(dense, [ends], total) for total in (None, 8))
 
 
+def products_of_segments(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x, lengths = x.detach().requires_grad_(), torch.tensor([1, 2, 3, 4, 0], device=x.device)
+    made = torch.segment_reduce(x, "prod", lengths=lengths, initial=2, unsafe=True)
+    return made, *torch.autograd.grad(made.sum(), x)
+
+
 CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "det": (lambda x: (torch.det(x), torch.det(x.mT), gradient(torch.det, x), gradient(torch.det, x.mT)), MATRICES),
     "slogdet": (lambda x: (*torch.slogdet(x[:, ::2, ::2]), *torch.slogdet(x)), MATRICES),
@@ -134,6 +140,10 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "observer": (lambda x: observed(x, False, False), SAMPLE),
     "observer of rows": (lambda x: observed(x.view(4, 6), True, True), SAMPLE),
     "rows of different lengths": (rows_of, SAMPLE),
+    "products of segments": (
+        products_of_segments,
+        torch.tensor([3, torch.nan, 3, 0, torch.nan, 0, torch.inf, 0, 2, 5]),
+    ),
     "add_relu": (
         lambda x: (torch._C._VariableFunctions._add_relu(x, x, alpha=2.5), aten._add_relu(x, -0.5, 2)),
         SAMPLE,

@@ -93,8 +93,10 @@ def segment_reduce_backward(grad, output, data, reduce, *, lengths=None, offsets
 
 
 def _products_of_the_others(x: Any, ids: Any, axis: int, count: int, spread: Any, initial: Any) -> Any:
-    zero = x == 0
-    zeros = spread(_reduce(zero.astype(x.dtype), ids, axis, "sum", count))
-    nonzero = spread(_reduce(jnp.where(zero, 1, x), ids, axis, "prod", count)) * jnp.asarray(initial, x.dtype)
-    alone = jnp.where(zero, nonzero, nonzero / jnp.where(zero, 1, x))
-    return jnp.where(zeros - zero > 0, 0, alone)
+    """Each row's product of the other rows of its segment; what cannot be divided by, zeros and NaNs, is left out."""
+    zero, invalid = x == 0, jnp.isnan(x)
+    zeros, invalids = (spread(_reduce(those.astype(x.dtype), ids, axis, "sum", count)) for those in (zero, invalid))
+    divisor = jnp.where(zero | invalid, 1, x)
+    product = spread(_reduce(divisor, ids, axis, "prod", count)) * jnp.asarray(initial, x.dtype)
+    others = jnp.where(zeros - zero > 0, 0 * product, product / divisor)
+    return jnp.where(invalids - invalid > 0, jnp.nan, others)
