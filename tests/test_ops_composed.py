@@ -118,6 +118,10 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "eig": (lambda x: (*torch.linalg.eig(x), gradient(torch.linalg.eigvals, x)), MATRICES),
     "ldl": (lambda x: solved(x, False), MATRICES),
     "hermitian ldl": (lambda x: solved(x, True), COMPLEX),
+    "qr of nothing": (
+        lambda x: tuple(part for mode in ("reduced", "complete", "r") for part in torch.linalg.qr(x[:, :0], mode=mode)),
+        MATRICES,
+    ),
     "singular ldl": (lambda x: torch.linalg.ldl_factor_ex(x - x), MATRICES),
     "histogram": (lambda x: (*torch.histogram(x, 5, weight=x.abs(), density=True), *torch.histogram(x - x, 3)), SAMPLE),
     "histogram at edges": (lambda x: torch.histogram(x, x[:6].sort()[0]), SAMPLE),

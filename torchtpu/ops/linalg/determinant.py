@@ -27,18 +27,18 @@ def _factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @composed("_linalg_det")
 def linalg_det(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    diagonal, sign, lu, pivots = _factors(_checked(A))
+    diagonal, sign, lu, pivots = _factors(_checked(A, aten._linalg_det))
     return sign * diagonal.prod(-1), lu, pivots
 
 
 @composed("_linalg_slogdet")
 def linalg_slogdet(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    diagonal, sign, lu, pivots = _factors(_checked(A))
+    diagonal, sign, lu, pivots = _factors(_checked(A, aten._linalg_slogdet))
     return sign * diagonal.sgn().prod(-1), diagonal.abs().log().sum(-1), lu, pivots
 
 
-def _checked(A: Tensor) -> Tensor:
-    """`A`; raises where it is no batch of square matrices of numbers that are factored."""
+def _checked(A: Tensor, op: Any) -> Tensor:
+    """`A`; raises, as `op` does, where it is no batch of square matrices of numbers that are factored."""
     if A.dim() < 2 or A.shape[-1] != A.shape[-2] or A.dtype not in FACTORED:
-        raise_as_cpu(aten._linalg_det, A)
+        raise_as_cpu(op, A)
     return A

@@ -234,9 +234,8 @@ def linalg_inv_ex(A, *, check_errors=False, ctx):
 @lowering("linalg_qr")
 def linalg_qr(A, mode="reduced", *, ctx):
     if 0 in A.shape[-2:]:
-        eye = jnp.eye(A.shape[-2], dtype=A.dtype)
-        q_shape, r_shape = (shape for shape, _ in ctx.results)
-        return jnp.broadcast_to(eye[:, : q_shape[-1]], q_shape), jnp.zeros(r_shape, A.dtype)
+        q, r = (empty(ctx, i) for i in range(2))
+        return q if mode == "r" else _eye_like(q), r
     q, r = lax.linalg.qr(A, full_matrices=mode == "complete")
     return empty(ctx, 0) if mode == "r" else q, r
 
@@ -303,7 +302,14 @@ def _eye_like(x: Any) -> Any:
 def linalg_eigh(A, UPLO="L", compute_v=True, *, ctx):
     if not A.size:
         return empty(ctx, 0), empty(ctx, 1)
-    vectors, values = lax.linalg.eigh(A, lower=UPLO.upper() == "L", symmetrize_input=False)
+    is_lower = UPLO.upper() == "L"
+    if A.shape[-1] > 2:  # LAPACK has smaller ones come out as NaN
+        message = (
+            "linalg.eigh: The algorithm failed to converge because the input matrix is ill-conditioned or has too many "
+            "repeated eigenvalues."
+        )
+        ctx.check(jnp.isfinite(jnp.tril(A) if is_lower else jnp.triu(A)), message, LinAlgError)
+    vectors, values = lax.linalg.eigh(A, lower=is_lower, symmetrize_input=False)
     return values, vectors if compute_v else empty(ctx, 1)
 
 
