@@ -148,6 +148,30 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
         products_of_segments,
         torch.tensor([3, torch.nan, 3, 0, torch.nan, 0, torch.inf, 0, 2, 5]),
     ),
+    "the margin of one sample": (
+        lambda x: (
+            functional.multi_margin_loss(x, torch.tensor([2], device=x.device), reduction="none"),
+            functional.multi_margin_loss(x, torch.tensor(2, device=x.device), reduction="none"),
+            gradient(
+                lambda x: functional.multi_margin_loss(x, torch.tensor([2], device=x.device), reduction="none"), x
+            ),
+        ),
+        SAMPLE[:5],
+    ),
+    "samples at nowhere": (
+        lambda x: tuple(
+            functional.grid_sample(
+                x[:1],
+                torch.tensor([[[[torch.nan, 0.4], [0.2, torch.nan], [torch.nan, torch.nan]]]], device=x.device),
+                mode,
+                padding,
+                align_corners=False,
+            )
+            for mode in ("bilinear", "nearest", "bicubic")
+            for padding in ("zeros", "border", "reflection")
+        ),
+        IMAGES,
+    ),
     "add_relu": (
         lambda x: (torch._C._VariableFunctions._add_relu(x, x, alpha=2.5), aten._add_relu(x, -0.5, 2)),
         SAMPLE,

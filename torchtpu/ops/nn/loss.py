@@ -113,10 +113,10 @@ def _margins(self: Any, target: Any, margin: Any, weight: Any, ctx: Any) -> tupl
     return jnp.where(other & (inside > 0), inside, 0), other, each
 
 
-def _infer_multi_margin(self: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-    # PyTorch's shape function gives one sample's loss the shape (1,), its kernels give it ().
-    made: torch.Tensor = torch.ops.aten.multi_margin_loss(self, *rest, **named)
-    return made.reshape(()) if self.dim() < 2 else made
+def _infer_multi_margin(self: torch.Tensor, target: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    # PyTorch's shape function gives one sample's loss the shape (1,), its kernels give it the target's.
+    made: torch.Tensor = torch.ops.aten.multi_margin_loss(self, target, *rest, **named)
+    return made.reshape(()) if self.dim() < 2 and target.dim() == 0 else made
 
 
 def _infer_multilabel_margin(self: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, ...]:

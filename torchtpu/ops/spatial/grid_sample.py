@@ -16,8 +16,8 @@ from torchtpu.ops.registry import jax, jnp, lowering, opmath
 
 
 def _clip(x: Any, top: int) -> Any:
-    # The gradient of a clipped coordinate is 0 at the edges too, where jnp.clip's is a half.
-    return jnp.where(x <= 0, 0, jnp.where(x >= top, top, x))
+    # A NaN is 0.  The gradient of a clipped coordinate is 0 at the edges too, where jnp.clip's is a half.
+    return jnp.where(x > 0, jnp.where(x >= top, top, x), 0)
 
 
 def _reflect(x: Any, low: float, high: float) -> Any:
@@ -82,9 +82,11 @@ def _sample(x: Any, grid: Any, mode: int, padding_mode: int, align_corners: bool
     return made.reshape(*x.shape[:2], *grid.shape[1:-1])
 
 
-def _infer_grid_sampler(input: torch.Tensor, grid: torch.Tensor, *_: Any) -> torch.Tensor:
+def _infer_grid_sampler(input: torch.Tensor, grid: torch.Tensor, interpolation_mode: int, *_: Any) -> torch.Tensor:
     if input.dtype != grid.dtype:
         raise RuntimeError(f"grid_sampler: expected the grid to be {input.dtype}, as the input is, got {grid.dtype}")
+    if interpolation_mode == 2 and input.dim() == 5:
+        raise RuntimeError("grid_sampler(): bicubic interpolation only supports 4D input")
     return input.new_empty((*input.shape[:2], *grid.shape[1:-1]))
 
 
