@@ -158,6 +158,27 @@ def test_a_result_is_not_written_to_another_device(call: Callable[[torch.Tensor,
     assert out.tolist() == [5] * 7
 
 
+LISTED: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "sqrt": torch._foreach_sqrt,
+    "mul by a number": lambda x: torch._foreach_mul(x, 2),
+    "mul by numbers": lambda x: torch._foreach_mul(x, [2, 3]),
+    "add": lambda x: torch._foreach_add(x, x, alpha=3),
+    "addcmul": lambda x: torch._foreach_addcmul(x, x, x, value=2),
+    "norm": torch._foreach_norm,
+    "sub in place": lambda x: torch._foreach_sub_(x, 1) or x,
+    "lerp in place": lambda x: torch._foreach_lerp_(x, [t + 1 for t in x], 0.5) or x,
+}
+
+
+@pytest.mark.parametrize("call", LISTED.values(), ids=LISTED)
+def test_each_element_of_a_list_may_be_on_another_device(call: Callable[[list[torch.Tensor]], Any]) -> None:
+    x, expected = ([torch.full((2,), 4.0, device=on), torch.ones(3)] for on in ("tpu", "cpu"))
+    for ours, theirs in zip(call(x), call(expected), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+        assert ours._version == theirs._version
+    assert [t.device.type for t in call(x)] == ["tpu", "cpu"]
+
+
 def test_a_driver_of_lstsq_may_be_in_capitals() -> None:
     a, b = torch.randn(4, 3), torch.randn(4, 2)
     found = torch.linalg.lstsq(a.to("tpu"), b.to("tpu"), driver="GELSD")

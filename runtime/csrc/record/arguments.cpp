@@ -129,12 +129,17 @@ bool follows_itself(const OpInfo& info, const IValue* args) {
   return found;
 }
 
-// A list of 0-dim CPU tensors beside one of tpu tensors: the compiled optimizers' numbers.
-bool lists_numbers(const OpInfo& info, const IValue* args) {
+// A list of tensors of several devices, or of 0-dim CPU tensors beside one of tpu tensors: the compiled optimizers'
+// numbers.
+bool lists_other_devices(const OpInfo& info, const IValue* args) {
   for (size_t i = 0; i < info.args.size(); i++) {
     if (!args[i].isTensorList()) continue;
+    std::optional<c10::Device> first;
     for (const at::Tensor& t : args[i].toTensorVector()) {
-      if (t.defined() && t.dim() == 0 && t.device().is_cpu()) return true;
+      if (!t.defined()) continue;
+      if (t.dim() == 0 && t.device().is_cpu()) return true;
+      if (t.device() != first.value_or(t.device())) return true;
+      first = t.device();
     }
   }
   return false;
@@ -197,7 +202,7 @@ bool run_in_parts(const RecordKernel& kernel, Stack* stack) {
       return true;
     }
   }
-  if (info.is_foreach && lists_numbers(info, args)) {
+  if (info.is_foreach && lists_other_devices(info, args)) {
     info.handle.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack);
     return true;
   }
