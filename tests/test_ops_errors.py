@@ -35,6 +35,50 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "amax into doubles": lambda on: torch.amax(ones(on, (2,))[0], 0, out=into(on, torch.double)),
     "tril into doubles": lambda on: torch.tril(ones(on, (2, 2))[0], out=into(on, torch.double, 2, 2)),
     "searchsorted into int32": lambda on: torch.searchsorted(*ones(on, (2,), (2,)), out=into(on, torch.int32, 2)),
+    "searchsorted by a sorter of int32": lambda on: torch.searchsorted(
+        *ones(on, (2,), (2,)), sorter=torch.tensor([1, 0], dtype=torch.int32, device=on)
+    ),
+    "solve into floats": lambda on: torch.linalg.solve(
+        *[torch.eye(3, device=on).double()] * 2, out=into(on, torch.float, 3, 3)
+    ),
+    "slogdet of what is not square": lambda on: torch.slogdet(ones(on, (2, 3))[0]),
+    "mm of booleans": lambda on: torch.mm(*[ones(on, (2, 2))[0].bool()] * 2),
+    "celu without a slope": lambda on: F.celu(*ones(on, (2,)), alpha=0.0),
+    "grid_sample of volumes by cubes": lambda on: F.grid_sample(
+        *ones(on, (1, 1, 2, 2, 2), (1, 2, 2, 2, 3)), mode="bicubic", align_corners=False
+    ),
+    "grid_sample of integers": lambda on: F.grid_sample(
+        *[t.long() for t in ones(on, (1, 1, 2, 2), (1, 2, 2, 2))], align_corners=False
+    ),
+    "nll_loss of integers": lambda on: F.nll_loss(*[t.long() for t in ones(on, (2, 3), (2,))]),
+    "nll_loss of images of complex numbers": lambda on: F.nll_loss(
+        ones(on, (2, 3, 2, 2))[0].cfloat(), ones(on, (2, 2, 2))[0].long()
+    ),
+    "multi_margin_loss of integers": lambda on: F.multi_margin_loss(*[t.long() for t in ones(on, (2, 3), (2,))]),
+    "multilabel_margin_loss of integers": lambda on: F.multilabel_margin_loss(*[ones(on, (2, 3))[0].long()] * 2),
+    "prelu of integers": lambda on: F.prelu(*[t.long() for t in ones(on, (2, 3), (3,))]),
+    "batch_norm of complex numbers": lambda on: F.batch_norm(ones(on, (2, 3))[0].cfloat(), None, None, training=True),
+    "group_norm of complex numbers": lambda on: F.group_norm(ones(on, (2, 4, 3))[0].cfloat(), 2),
+    "max_unpool2d of integers": lambda on: F.max_unpool2d(*[torch.zeros(1, 1, 2, 2, device=on).long()] * 2, 2),
+    "index_reduce of booleans": lambda on: torch.index_reduce(
+        ones(on, (3,))[0].bool(), 0, torch.zeros(3, device=on).long(), ones(on, (3,))[0].bool(), "amax"
+    ),
+    "scatter_reduce of complex numbers": lambda on: torch.scatter_reduce(
+        ones(on, (3,))[0].cfloat(), 0, torch.zeros(3, device=on).long(), ones(on, (3,))[0].cfloat(), "amax"
+    ),
+    "bucketize of booleans": lambda on: torch.bucketize(*[t.bool() for t in ones(on, (3,), (2,))]),
+    "segment_reduce of integers": lambda on: torch.segment_reduce(
+        ones(on, (3,))[0].long(), "sum", lengths=torch.tensor([1, 2], device=on), unsafe=True
+    ),
+    "solve_triangular of integers": lambda on: torch.linalg.solve_triangular(
+        *[torch.eye(3, device=on).long()] * 2, upper=True
+    ),
+    "aminmax of complex numbers": lambda on: torch.aminmax(ones(on, (3,))[0].cfloat()),
+    "bernoulli of integers": lambda on: torch.bernoulli(ones(on, (3,))[0].long()),
+    "normal of integers": lambda on: torch.normal(ones(on, (3,))[0].long(), 1.0),
+    "gradients of softmax of integers": lambda on: torch.ops.aten._softmax_backward_data(
+        *[ones(on, (3,))[0].long()] * 2, 0, torch.int64
+    ),
     "kaiser_window of a negative length": lambda on: torch.kaiser_window(-1, device=on),
     "addr_ of a vector": lambda on: ones(on, (3,))[0].addr_(*ones(on, (2,), (3,))),
     "addr_ of fewer rows": lambda on: ones(on, (1, 3))[0].addr_(*ones(on, (2,), (3,))),
@@ -242,6 +286,16 @@ def test_singular_values_of_what_is_not_finite_are_refused() -> None:
     x = torch.full((3, 3), float("nan"), device="tpu")
     with pytest.raises(torch.linalg.LinAlgError, match="contained non-finite values"):  # type: ignore[attr-defined]
         torch.linalg.svd(x)[1].cpu()
+
+
+@pytest.mark.parametrize("uplo", ["L", "U"])
+def test_eigenvalues_of_what_is_not_finite_are_refused(uplo: str) -> None:
+    x = torch.eye(3, device="tpu")
+    x[(2, 0) if uplo == "L" else (0, 2)] = torch.nan
+    with pytest.raises(torch.linalg.LinAlgError, match="eigh: The algorithm failed to converge"):  # type: ignore[attr-defined]
+        torch.linalg.eigvalsh(x, UPLO=uplo).tolist()
+    assert torch.linalg.eigvalsh(x.mT, UPLO=uplo).tolist() == [1, 1, 1]
+    assert torch.linalg.eigvalsh(x[1:, 1:] * torch.nan, UPLO=uplo).isnan().all()
 
 
 def test_a_generator_of_the_device_draws_nothing_on_the_host() -> None:

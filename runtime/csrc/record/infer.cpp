@@ -216,14 +216,15 @@ int64_t total_bytes(const OpInfo& info, const IValue* args) {
 // matrix.
 bool has_cpu_kernel(const c10::OperatorHandle& op) {
   return op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU) &&
-         std::ranges::none_of(op.schema().arguments(),
-                              [](const auto& argument) { return argument.name().ends_with("pivots"); });
+         std::ranges::none_of(op.schema().arguments(), [](const auto& argument) {
+           return argument.name().ends_with("pivots") && !argument.is_out();
+         });
 }
 
 // Whether an error is about values, which a trial on made-up ones says nothing about.
 bool is_about_values(const c10::Error& error) {
   return dynamic_cast<const c10::LinAlgError*>(&error) != nullptr ||
-         std::string_view(error.what_without_backtrace()).find("ZeroDivisionError") != std::string_view::npos;
+         std::string_view(error.what_without_backtrace()).ends_with("ZeroDivisionError");
 }
 
 // torch's meta kernels are Python with wordings of their own: the CPU kernel's error is the one users know.
@@ -358,6 +359,37 @@ bool may_lack_kernels(const OpInfo& info, const c10::OperatorHandle& op) {
   return has_shape_function(op) || !(info.is_foreach || is_any_of(base_name(info), {"histc", "nansum", "trace"}));
 }
 
+// Ops of several tensors, the first of which may have a dtype that no kernel takes.
+bool may_lack_kernels_for_first(const OpInfo& info) {
+  return is_any_of(base_name(info), {"_log_softmax_backward_data",
+                                     "_native_batch_norm_legit",
+                                     "_prelu_kernel",
+                                     "_softmax_backward_data",
+                                     "bucketize",
+                                     "fractional_max_pool2d",
+                                     "fractional_max_pool3d",
+                                     "grid_sampler_2d",
+                                     "grid_sampler_3d",
+                                     "index_reduce",
+                                     "index_reduce_",
+                                     "linalg_householder_product",
+                                     "linalg_solve_triangular",
+                                     "max_pool2d_with_indices_backward",
+                                     "max_unpool2d",
+                                     "max_unpool3d",
+                                     "multi_margin_loss",
+                                     "native_batch_norm",
+                                     "native_group_norm",
+                                     "nll_loss2d_forward",
+                                     "nll_loss_forward",
+                                     "ormqr",
+                                     "scatter_reduce",
+                                     "scatter_reduce_",
+                                     "searchsorted",
+                                     "segment_reduce",
+                                     "triangular_solve"});
+}
+
 // What a kernel may refuse that shape functions, and torch's meta kernels, let pass.
 enum class Refuses { kNothing, kAnything, kDtype };
 
@@ -366,12 +398,12 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   if (op.hasTag(at::Tag::pointwise) || is_on_elements(info)) return Refuses::kAnything;
   int tensors = 0;
   bool has_number = false, is_mixed = false, has_input = false, has_out = false, is_plain = is_plain_product(info);
-  bool has_half = false;
+  bool has_half = false, is_first_number = false;
   std::optional<at::ScalarType> first;
   for (size_t i = 0; i < info.args.size(); i++) {
     for_each_tensor(args[i], [&](const at::Tensor& t) {
       at::ScalarType type = t.scalar_type();
-      tensors++;
+      if (tensors++ == 0) is_first_number = !c10::isFloatingType(type);
       has_out |= info.args[i].is_out && has_input;
       has_input |= !info.args[i].is_out;
       has_number |= !c10::isFloatingType(type);
@@ -382,9 +414,11 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
       first = type;
     });
   }
-  if (((info.multiplies || is_plain) && is_mixed) || (tensors && takes_element(op)) || has_out)
+  if (((info.multiplies || is_plain) && is_mixed) || (is_plain && first == at::kBool) ||
+      (tensors && takes_element(op)) || has_out)
     return Refuses::kAnything;
   if (has_half && decomposes(info)) return Refuses::kAnything;
+  if (is_first_number && may_lack_kernels_for_first(info)) return Refuses::kDtype;
   return tensors == 1 && has_number && may_lack_kernels(info, op) ? Refuses::kDtype : Refuses::kNothing;
 }
 
@@ -650,11 +684,18 @@ bool has_byte_mask(const OpInfo& info, const IValue* args) {
 bool is_doubtful(const OpInfo& info, const IValue* args) {
   std::string_view name = base_name(info);
   auto dims = [&](size_t i) { return args[i].toTensor().dim(); };
+  auto dtype_of = [&](size_t i) { return args[i].toTensor().scalar_type(); };
   if (name == "convolution") return dims(0) != dims(1);
   if (name == "linalg_lstsq") return dims(0) < dims(1) || dims(0) > dims(1) + 1;
   if (name == "logsumexp") return args[1].isIntList() && args[1].toDimVector().empty();
   if (is_any_of(name, {"index_fill", "index_fill_", "index_select"}))
     return !c10::isIntegralType(args[2].toTensor().scalar_type(), /*includeBool=*/false);
+  if (is_any_of(info.name, {"bernoulli", "bernoulli.out", "multilabel_margin_loss_forward"}))
+    return !c10::isFloatingType(dtype_of(0));
+  if (name == "normal" && (args[0].isTensor() || args[1].isTensor()))
+    return c10::isIntegralType(dtype_of(args[0].isTensor() ? 0 : 1), /*includeBool=*/true);
+  if (name == "aminmax") return c10::isComplexType(dtype_of(0));
+  if (name == "searchsorted") return args[5].isTensor() && args[5].toTensor().scalar_type() != at::kLong;
   return false;
 }
 
