@@ -195,6 +195,13 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
         lambda x: x.view(4, 6).t().index_fill(0, torch.tensor([1, 3], device=x.device), torch.tensor(2.5)),
         SAMPLE,
     ),
+    "real results into complex ones": (
+        lambda x: tuple(
+            call(x, number, out=torch.empty_like(x, dtype=torch.cfloat))
+            for call, number in ((torch.pow, 0.5), (torch.pow, 1.5), (torch.logit, 0.1), (torch.logit, None))
+        ),
+        SAMPLE,
+    ),
     "out": (lambda x: torch.mvlgamma(x.abs() + 3, 2, out=torch.empty(0, device=x.device)), SAMPLE),
 }
 

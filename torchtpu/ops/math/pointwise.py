@@ -213,7 +213,10 @@ def remainder(self, other):
 
 @lowering("pow.Tensor_Scalar", structural={"exponent": EXPONENTS}, lifts=True)
 def pow_scalar(self, exponent, ctx):
-    x = as_dtype(self, computed(ctx))
+    dtype = computed(ctx)
+    if not any(jnp.issubdtype(jnp.result_type(v), jnp.complexfloating) for v in (self, exponent)):
+        dtype = dtype.to_real()  # an out= argument of real numbers' powers may be complex
+    x = as_dtype(self, dtype)
     if isinstance(exponent, (int, float, complex)) and exponent in EXPONENTS:
         match exponent:
             case 0:
@@ -232,7 +235,7 @@ def pow_scalar(self, exponent, ctx):
                 return complex_functions.reciprocal(x) if is_complex(x) else 1 / x
             case _:
                 return complex_functions.reciprocal(x * x) if is_complex(x) else 1 / (x * x)
-    return _power(x, as_dtype(exponent, computed(ctx)))
+    return _power(x, as_dtype(exponent, dtype))
 
 
 @pointwise("pow.Tensor_Tensor")
@@ -360,7 +363,7 @@ def frexp(self):
 
 @lowering("logit", structural={"eps": None})
 def logit(self, eps=None, *, ctx):
-    x = as_dtype(self, computed(ctx))
+    x = as_dtype(self, computed(ctx).to_real())
     x = x if eps is None else jnp.clip(x, eps, 1 - eps)
     return jnp.log(x / (1 - x))
 
