@@ -41,6 +41,9 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "solve into floats": lambda on: torch.linalg.solve(
         *[torch.eye(3, device=on).double()] * 2, out=into(on, torch.float, 3, 3)
     ),
+    "lu_solve into doubles": lambda on: torch.linalg.lu_solve(
+        *torch.linalg.lu_factor(torch.eye(3, device=on)), *ones(on, (3, 2)), out=into(on, torch.double, 3, 2)
+    ),
     "slogdet of what is not square": lambda on: torch.slogdet(ones(on, (2, 3))[0]),
     "mm of booleans": lambda on: torch.mm(*[ones(on, (2, 2))[0].bool()] * 2),
     "celu without a slope": lambda on: F.celu(*ones(on, (2,)), alpha=0.0),

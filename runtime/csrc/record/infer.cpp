@@ -704,6 +704,14 @@ void refuse_as_kernels_do(const OpInfo& info, const c10::OperatorHandle& op, con
     auto dims = args[1].toDimVector();
     if (!dims.empty()) at::dim_list_to_bitset(dims, static_cast<size_t>(args[0].toTensor().dim()));
   }
+  // the CPU, asked of made-up pivots, would read outside of the matrix
+  if (is_any_of(base_name(info), {"linalg_ldl_solve", "linalg_lu_solve", "lu_unpack"})) {
+    for (size_t i = 0; i < info.args.size(); i++) {
+      if (!info.args[i].is_out || !args[i].isTensor() || !args[i].toTensor().defined()) continue;
+      TORCH_CHECK(args[i].toTensor().dtype() == args[0].toTensor().dtype(), "Expected out tensor to have dtype ",
+                  args[0].toTensor().dtype(), ", but got ", args[i].toTensor().dtype(), " instead");
+    }
+  }
   if (base_name(info) == "multinomial") {
     const at::Tensor& x = args[0].toTensor();
     TORCH_CHECK(x.dim() == 0 || x.size(-1) <= 1 << 24, "number of categories cannot exceed 2^24");
