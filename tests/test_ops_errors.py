@@ -205,6 +205,22 @@ def test_a_result_is_not_written_to_another_device(call: Callable[[torch.Tensor,
     assert out.tolist() == [5] * 7
 
 
+OF_THE_HOST: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a packed matrix": torch.fbgemm_pack_gemm_matrix_fp16,
+    "a quantized weight": torch.fbgemm_linear_quantize_weight,
+    "a product with a packed matrix": lambda x: torch.fbgemm_linear_fp16_weight(x, x, x[0]),
+    "a scale": lambda x: torch.choose_qparams_optimized(x, 256, 10, 0.16, 8),
+    "a weight within half precision": torch._saturate_weight_to_fp16,
+    "a Sobol sequence": lambda x: torch.ops.aten._sobol_engine_initialize_state_(x.long(), 4),
+}
+
+
+@pytest.mark.parametrize("call", OF_THE_HOST.values(), ids=OF_THE_HOST)
+def test_what_works_on_the_memory_of_the_host_is_refused(call: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(NotImplementedError, match="works on the memory of the host only"):
+        call(torch.ones(16, 16, device="tpu"))
+
+
 LISTED: dict[str, Callable[[list[torch.Tensor]], Any]] = {
     "sqrt": torch._foreach_sqrt,
     "mul by a number": lambda x: torch._foreach_mul(x, 2),
