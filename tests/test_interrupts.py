@@ -77,6 +77,17 @@ def stay(*args):  # Python code that nothing ends
             math.sqrt(time.sleep(1e-4) or 2)
         except BaseException:
             pass
+def stay_in_a_binding(*args):  # which has C++ frames with a `catch (...)` on the stack
+    from jax.tree_util import tree_map
+    tree_map(stay, [1])
+def stay_in_a_hook(*args):  # above C++ frames that hold Python objects
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(stay)
+    weight.sum().backward()
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)
+sys.slow = Slow()  # Python ends so slowly that each thread asks for the GIL meanwhile
 {}
 y = (x * 2).tan()
 _C.cut('test')
@@ -102,6 +113,12 @@ time.sleep(0.5)
     "planner that stays": STAYS.format("startup._lazy.plan = stay"),
     "launcher that stays": STAYS.format("startup._lazy.launch = stay"),
     "compiler that stays": STAYS.format("slow(0)\nstartup.engine().client.compile = stay"),
+    "planner that stays in a binding": STAYS.format("startup._lazy.plan = stay_in_a_binding"),
+    "planner that stays in a hook": STAYS.format("startup._lazy.plan = stay_in_a_hook"),
+    "compiler that stays in a binding": STAYS.format("slow(0)\nstartup.engine().client.compile = stay_in_a_binding"),
+    "user's thread that stays in a hook": STAYS.format(
+        "threading.Thread(target=lambda: [(x + 1).cpu(), stay_in_a_hook()], daemon=True).start()"
+    ),
     "cycle": "class A: pass\na = A()\na.a, a.x = a, x + 1\nsys.keep = x * 3",
     "thread exit": """
 def leave():

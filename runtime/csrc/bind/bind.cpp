@@ -2,17 +2,14 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/utils/pythoncapi_compat.h>
 #include <torch/version.h>
-#include <unistd.h>
-
-#include <exception>
 
 #include "bind/bridge.h"
 #include "bind/process_group.h"
 #include "device/device.h"
 #include "device/gil.h"
 #include "launch/direct.h"
+#include "launch/process_end.h"
 #include "launch/queue.h"
 #include "launch/read.h"
 #include "launch/signals.h"
@@ -292,23 +289,12 @@ struct SignalsScope {
   std::optional<SignalsDeferred> deferred;
 };
 
-std::terminate_handler terminate_otherwise = nullptr;
-
-// A thread that asks for the GIL while Python ends is unwound (gil.h), up to the first `noexcept` frame: one of ours,
-// or one of a library's that comes back from a long wait, such as XLA's or that for a rank that has ended.  It waits
-// here for the process to end by itself.
-[[noreturn]] void park_while_python_ends() {
-  while (Py_IsFinalizing() && gettid() != getpid()) pause();
-  if (terminate_otherwise) terminate_otherwise();
-  std::abort();
-}
-
 }  // namespace
 }  // namespace torchtpu
 
 PYBIND11_MODULE(_C, m) {
   using namespace torchtpu;
-  terminate_otherwise = std::set_terminate(park_while_python_ends);
+  install_terminate_handler();
   m.attr("built_torch_version") = TORCH_VERSION;
   bind_device(m);
   bind_engine_types(m);
@@ -388,6 +374,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("shutdown", [](double seconds, const py::object& close) {
     SignalsDeferred deferred;
     bool have_ended = shutdown(seconds);
+    keep_threads_from_exiting();
     if (!close().cast<bool>() || !have_ended) exit_without_destructors();
   });
 }

@@ -10,9 +10,9 @@ namespace torchtpu {
 struct WithoutSpinLock {
   WithoutSpinLock() { assert_no_spin_lock(); }
 };
-// While Python ends, it unwinds the stack of each other thread that asks for the GIL, and destructors that need it
-// would run without it.  What is `noexcept` stops that: the thread waits there for the end of the process (bind.cpp).
-// So are taking the GIL, giving it back and calling Python (calls.h).
+// Where Python ends a thread that asks for the GIL, as it may while it ends itself (launch/process_end.h), destructors
+// that need the GIL would run without it.  What is `noexcept` stops that: the thread waits there for the end of the
+// process.  So are taking the GIL, giving it back and calling Python (calls.h).
 class AcquireGil : WithoutSpinLock {
  public:
   AcquireGil() noexcept {}

@@ -7,8 +7,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <thread>
 #include <unordered_set>
 
@@ -634,15 +632,6 @@ bool shutdown(double seconds) {
   queue->handles.clear();
   bool are_asleep = await_sleep(others, deadline);
   return have_ended && are_asleep;
-}
-
-void exit_without_destructors() {
-  on_exit(
-      [](int status, void*) {
-        fflush(nullptr);
-        _exit(status);
-      },
-      nullptr);
 }
 
 }  // namespace torchtpu

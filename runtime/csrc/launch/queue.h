@@ -142,8 +142,5 @@ extern std::atomic<int> num_reading;
 void set_engine(PyObject* engine);
 // Ends the launcher and the planner; whether they have ended within so many seconds.  The GIL is held.
 bool shutdown(double seconds);
-// For the case that a thread is inside XLA when the process ends: nothing that it uses may be destroyed.  Python ends
-// as ever, with the same status.
-void exit_without_destructors();
 
 }  // namespace torchtpu
