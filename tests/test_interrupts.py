@@ -193,6 +193,21 @@ def test_a_child_that_is_forked_before_the_first_op_uses_the_device() -> None:
     assert ended == (0, "[4, 4] 2.0\n", "")
 
 
+def test_a_child_that_is_forked_after_a_backward_ends_without_waiting_for_threads() -> None:
+    ended = run_script(
+        """
+    import os, signal, sys, torch
+    weight = torch.ones(2, device="tpu", requires_grad=True)
+    weight.sum().backward()
+    if os.fork() == 0:
+        signal.alarm(8)
+        sys.exit(5)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    )
+    assert ended == (0, "5\n", "")
+
+
 def test_an_interrupt_in_a_shape_function_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes as it is, and the op does not run on the CPU."""
     x = torch.rand(7, device="tpu")

@@ -421,6 +421,8 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     _process.is_in_bad_fork = _process.is_in_bad_fork or _process.was_in_use_at_fork
+    if _process.is_in_bad_fork:  # at its end autograd would wait ten seconds for the device's threads
+        os.environ.setdefault("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0")
     jax_modules.forget_threads()
 
 
