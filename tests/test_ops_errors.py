@@ -23,6 +23,11 @@ def ctc(on: str, *lengths: tuple[int, ...], blank: int = 0) -> torch.Tensor:
     return F.ctc_loss(torch.zeros(5, 2, 4, device=on), torch.ones(2, 3, device=on).long(), *lengths, blank=blank)
 
 
+def attend(on: str, *mask: int) -> torch.Tensor:
+    query, key, bias = ones(on, (1, 2, 3, 4), (1, 2, 5, 4), mask)
+    return F.scaled_dot_product_attention(query, key, key, bias)
+
+
 REFUSED: dict[str, Callable[[str], Any]] = {
     "randint beyond the dtype": lambda on: torch.randint(0, 300, (2,), dtype=torch.uint8, device=on),
     "random_ below the dtype": lambda on: torch.zeros(3, dtype=torch.int8, device=on).random_(-200, 3),
@@ -100,6 +105,22 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "grid_sample at points in double": lambda on: F.grid_sample(
         torch.ones(1, 1, 2, 2, device=on), torch.ones(1, 2, 2, 2, device=on).double(), align_corners=False
     ),
+    "grid_sample of another batch": lambda on: F.grid_sample(
+        *ones(on, (1, 1, 2, 2), (2, 2, 2, 2)), align_corners=False
+    ),
+    "grid_sample at points of more coordinates": lambda on: F.grid_sample(
+        *ones(on, (1, 1, 2, 2), (1, 2, 2, 3)), align_corners=False
+    ),
+    "grid_sample of images at points of volumes": lambda on: F.grid_sample(
+        *ones(on, (1, 1, 2, 2), (1, 2, 2, 2, 2)), align_corners=False
+    ),
+    "grid_sample of volumes by cubes": lambda on: F.grid_sample(
+        *ones(on, (1, 1, 2, 2, 2), (1, 2, 2, 2, 3)), mode="bicubic", align_corners=False
+    ),
+    "attention with a mask of more rows": lambda on: attend(on, 4, 5),
+    "attention with a mask of fewer columns": lambda on: attend(on, 3, 4),
+    "attention with a mask of more samples": lambda on: attend(on, 2, 1, 3, 5),
+    "attention with a mask of more dimensions": lambda on: attend(on, 7, 1, 1, 3, 5),
     "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
     "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),
     "lstsq of two dtypes": lambda on: torch.linalg.lstsq(torch.eye(3, device=on), torch.eye(3, device=on).double()),

@@ -330,6 +330,17 @@ bool lacks_kernel(const OpInfo& info, const IValue* args, const c10::Error& erro
       [&](at::ScalarType type) { return text == c10::toString(type); });
 }
 
+// Raises what the CPU kernel does; false where there is none but one to be replaced, which says so.
+bool has_words_of_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+  try {
+    raise_cpu_error(info, op, args);
+  } catch (const c10::Error& error) {
+    if (is_refusal(error) || !is_not_implemented(error)) throw;
+    return false;
+  }
+  return true;
+}
+
 bool has_shape_function(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
 }
@@ -775,8 +786,7 @@ std::shared_ptr<const Inferred> infer_call(const OpInfo& info, const c10::Operat
     count_inference(info, !inferred);
     if (!inferred) inferred = infer_on_meta(info, op, args);
   } catch (...) {
-    if (!may_ask_cpu || is_interrupt()) throw;
-    raise_cpu_error(info, op, args);
+    if (!may_ask_cpu || is_interrupt() || !has_words_of_cpu(info, op, args)) throw;
     return nullptr;  // the CPU can do it
   }
   if (signature) keep_inferred(std::move(*signature), inferred);

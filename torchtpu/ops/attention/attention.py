@@ -86,6 +86,8 @@ def _infer(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, 
     """Laid out as the query is, or as by PyTorch's composite form where its kernels cannot serve."""
     if query.dim() not in (3, 4):
         raise RuntimeError("query must be 3D or 4D")
+    if rest[0] is not None:
+        _refuse_larger((*query.shape[:-1], key.shape[-2]), rest[0].shape)
     shape = (*query.shape[:-1], value.shape[-1])
     made = like(query)
     if shape != query.shape:
@@ -98,6 +100,21 @@ def _infer(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, 
     wide = query.dtype if query.dtype is torch.float64 else torch.float32
     logsumexp = query.new_empty((batch, heads, rows), dtype=wide)
     return _contiguous(made) if is_composite else made, logsumexp, None, None, rows, key.shape[-2], *numbers, None
+
+
+def _refuse_larger(scores: tuple[int, ...], mask: torch.Size) -> None:
+    """Raises what adding a mask to the scores in place does."""
+    wide = max(len(scores), len(mask))
+    a, b = ((1,) * (wide - len(shape)) + tuple(shape) for shape in (scores, mask))
+    for dim in reversed(range(wide)):
+        if a[dim] != b[dim] and 1 not in (a[dim], b[dim]):
+            raise RuntimeError(
+                f"The size of tensor a ({a[dim]}) must match the size of tensor b ({b[dim]}) at non-singleton "
+                f"dimension {dim}"
+            )
+    made = [n if m == 1 else m for m, n in zip(a, b, strict=True)]
+    if made != list(scores):
+        raise RuntimeError(f"output with shape {list(scores)} doesn't match the broadcast shape {made}")
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -82,10 +82,16 @@ def _sample(x: Any, grid: Any, mode: int, padding_mode: int, align_corners: bool
     return made.reshape(*x.shape[:2], *grid.shape[1:-1])
 
 
-def _infer_grid_sampler(input: torch.Tensor, grid: torch.Tensor, interpolation_mode: int, *_: Any) -> torch.Tensor:
+def _infer_grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, *_: Any) -> torch.Tensor:
     if input.dtype != grid.dtype:
         raise RuntimeError(f"grid_sampler: expected the grid to be {input.dtype}, as the input is, got {grid.dtype}")
-    if interpolation_mode == 2 and input.dim() == 5:
+    dims = input.dim() - 2
+    if grid.dim() != input.dim() or grid.shape[0] != input.shape[0] or grid.shape[-1] != dims:
+        raise RuntimeError(
+            f"grid_sampler(): expected a grid of {dims} coordinates for each point and the batch size of the input, "
+            f"but got input with sizes {list(input.shape)} and grid with sizes {list(grid.shape)}"
+        )
+    if mode == 2 and dims != 2:
         raise RuntimeError("grid_sampler(): bicubic interpolation only supports 4D input")
     return input.new_empty((*input.shape[:2], *grid.shape[1:-1]))
 
