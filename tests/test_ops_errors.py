@@ -121,6 +121,9 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "attention with a mask of fewer columns": lambda on: attend(on, 3, 4),
     "attention with a mask of more samples": lambda on: attend(on, 2, 1, 3, 5),
     "attention with a mask of more dimensions": lambda on: attend(on, 7, 1, 1, 3, 5),
+    "attention that drops more than all": lambda on: F.scaled_dot_product_attention(
+        *ones(on, *[(1, 2, 3, 4)] * 3), dropout_p=1.5
+    ),
     "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
     "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),
     "lstsq of two dtypes": lambda on: torch.linalg.lstsq(torch.eye(3, device=on), torch.eye(3, device=on).double()),

@@ -88,6 +88,8 @@ def _infer(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Any, 
         raise RuntimeError("query must be 3D or 4D")
     if rest[0] is not None:
         _refuse_larger((*query.shape[:-1], key.shape[-2]), rest[0].shape)
+    if not 0 <= rest[1] <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {rest[1]:g}")
     shape = (*query.shape[:-1], value.shape[-1])
     made = like(query)
     if shape != query.shape:
