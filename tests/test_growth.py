@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torchtpu import config, metrics, startup
 from torchtpu.runtime.lowering.templates import Templates
 from torchtpu.runtime.padding import arrays, evaluate
-from torchtpu.runtime.padding.layout import least_in, padded_capacity
+from torchtpu.runtime.padding.layout import Size, least_in, padded_capacity
 
 pytestmark = pytest.mark.usefixtures("in_one_tier")
 
@@ -420,6 +420,36 @@ def test_rows_of_two_sizes_taken_together_are_their_product() -> None:
     inputs = {base.shape for form in forms for base in form.program.inputs}
     assert (32 * 32, 8) in inputs
     assert all(rows in (8, 32 * 32) for rows, *rest in inputs if rest == [8])
+
+
+def test_a_product_of_less_than_a_size_is_written_without_parentheses() -> None:
+    """`jax.export.symbolic_shape` reads none."""
+    size = Size(((16, (("x", 0), ("y", -1), ("y", 2))),), 3)
+    found = size.text({"x": "a", "y": "b"}.__getitem__)
+    assert found == "16*a*b*b + 16*a*b + -32*a + 3"
+    assert eval(found, {"a": 5, "b": 7}) == size.value({"x": 5, "y": 7})
+
+
+def test_all_but_the_last_of_ever_longer_rows_are_padded_together() -> None:
+    """As where a model of language is trained on the tokens that follow."""
+
+    def loop(device: str) -> list[Tensor]:
+        rng, weight = random.Random(7), torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).to(device)
+        weight.requires_grad_()
+        found = []
+        for _ in range(14):
+            rows, columns = rng.randint(2, 7), rng.randint(9, 30)
+            x, ids = torch.rand(rows, columns, 8), torch.randint(5, (rows, columns))
+            logits = x.to(device) @ weight
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].to(device).flatten())
+            found += [loss.detach().cpu(), torch.autograd.grad(loss, weight)[0].cpu()]
+        return found
+
+    before = counted("bailouts")
+    compiled, padded = same_on_both(loop, rtol=1e-4, atol=1e-5)
+    assert compiled <= 20
+    assert padded >= 14
+    assert counted("bailouts") == before
 
 
 # ---- random programs

@@ -132,6 +132,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray]]] = {
     "sort": (lambda x: (jnp.sort(x, 0), jnp.argsort(x, 1), jnp.sort(x, 2)), [X]),
     "sort with NaN": (lambda x: jnp.sort(jnp.where(x > 0, x, jnp.nan), 0), [X]),
     "top_k": (lambda x: lax.top_k(x, 2), [X]),
+    "top_k of half": (lambda x: lax.top_k(jnp.moveaxis(x, 0, -1), (x.shape[0] + 1) // 2), [X]),
+    "top_k of all": (lambda x: lax.top_k(jnp.moveaxis(x, 0, -1), x.shape[0]), [X]),
     "top_k of negative NaN": (lambda x: lax.top_k(jnp.where(x > 2, x, -jnp.abs(jnp.float32(jnp.nan))), 2), [X]),
     "top_k of the least integers": (lambda x: lax.top_k(jnp.where(x > 2, 1, jnp.iinfo(jnp.int32).min), 2), [X]),
     "reduce_window": (

@@ -78,10 +78,15 @@ class Symbols:
         self._scope = export.SymbolicScope(limits)
         self._undecided = _Undecided(self._scope)
         self._taken: set[str] = set()  # for other than 0, of sizes that are to be equal
+        self._sizes: dict[str, Any] = {}  # by their texts, which take long to read
 
     def size(self, text: int | str) -> Any:
         """A size with its variables."""
-        return export.symbolic_shape(text, scope=self._scope)[0] if isinstance(text, str) else text
+        if not isinstance(text, str):
+            return text
+        if text not in self._sizes:
+            self._sizes[text] = export.symbolic_shape(text, scope=self._scope)[0]
+        return self._sizes[text]
 
     def sizes(self, texts: Sequence[int | str]) -> tuple[Any, ...]:
         """Sizes with their variables."""
@@ -804,9 +809,11 @@ def _sort(equation: _Equation, arrays: list[Any]) -> Any:
 @_rule("top_k")
 def _top_k(equation: _Equation, arrays: list[Any]) -> Any:
     axis = equation.params.get("axis", len(equation.dims(0)) - 1)
-    if not core.is_constant_dim(equation.params["k"]):
-        raise Refused("top_k of a changing count")
-    return equation.bind(equation.fill(arrays[0], 0, [axis], _least(arrays[0].dtype)))
+    count, array = equation.params["k"], equation.fill(arrays[0], 0, [axis], _least(arrays[0].dtype))
+    if core.is_constant_dim(count):
+        return equation.bind(array)
+    made = equation.bind(array, k=min(equation.sizes.capacity(count), array.shape[axis]))
+    return [fit(each, equation.shape(number)) for number, each in enumerate(made)]
 
 
 # ---- windows

@@ -138,12 +138,20 @@ class Size(NamedTuple):
             yield factor, () if len(names) == 1 else names
 
     def text(self, name_of: Callable[[str], str]) -> str:
-        """As `jax.export.symbolic_shape` reads it."""
-        words = []
+        """As `jax.export.symbolic_shape` reads it, which knows no parentheses."""
+        monomials: dict[tuple[str, ...], int] = {}
         for factor, names in self.terms:
-            product = [f"({name_of(n)} + {offset})" if offset else name_of(n) for n, offset in names]
-            words.append("*".join(([str(factor)] if factor != 1 else []) + product))
-        text = " + ".join(words + ([str(self.constant)] if self.constant else []))
+            for taken in itertools.product((True, False), repeat=len(names)):
+                rest = math.prod(offset for (_, offset), is_name in zip(names, taken, strict=True) if not is_name)
+                found = tuple([name for (name, _), is_name in zip(names, taken, strict=True) if is_name])
+                monomials[found] = monomials.get(found, 0) + factor * rest
+        constant = monomials.pop((), 0) + self.constant
+        words = [
+            "*".join(([str(factor)] if factor != 1 else []) + [name_of(name) for name in names])
+            for names, factor in monomials.items()
+            if factor
+        ]
+        text = " + ".join(words + ([str(constant)] if constant else []))
         if self.divisor != 1:
             text = f"floordiv({text}, {self.divisor})"
         return f"{text} + {self.after}" if self.after else text
