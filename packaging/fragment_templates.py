@@ -50,7 +50,7 @@ from torchtpu.runtime.lowering import learned_templates, templates, tracing
 from torchtpu.runtime.lowering.templates import FragmentTemplate
 from torchtpu.runtime.lowering.written import written_fragment
 from torchtpu.runtime.padding.evaluate import Symbols
-from torchtpu.runtime.padding.layout import Layouts, Outline, padded_capacity
+from torchtpu.runtime.padding.layout import Layouts, Outline
 from torchtpu.runtime.partition import pieces
 
 FOLDER = Path(ops.__path__[0], "templates")
@@ -69,8 +69,8 @@ SIZES = (
     (65537, 33, 2, 12, 5, 21, 100, 10),
 )  # fmt: skip
 EQUAL = (6,) * 8
-FEWER, MORE = (150, 300, 70, 600), (181, 390, 83, 800)  # sizes of what changes, which have different capacities
-CHANGING = {padded_capacity(size): size for size in MORE}
+FEWER, MORE = (150, 1050, 900), (181, 1100, 1200)  # sizes of what changes
+CHANGING = {256: 181, 1280: 1100, 1536: 1200}  # and their capacities: that of a count is that of its buffer
 MOST_CHANGING = 3  # sizes that an op has
 # Sizes that do not change, and of each that does the capacity, the least size that has it, and how much more room there
 # is.
@@ -767,7 +767,8 @@ def growing_together() -> Iterator[Callable[..., Any]]:
     for is_first in (True, False):
         yield from (functools.partial(_self_attention, is_first, PART, size) for size in (4, 8, *HEADS))
         for heads, size in itertools.product((2, 4, 8), (4, 8, 16, 32, 64)):
-            yield functools.partial(_self_attention, is_first, heads, size)
+            if heads * size < min(CHANGING):  # else it would be taken for a capacity
+                yield functools.partial(_self_attention, is_first, heads, size)
     for size in (4, 8, *HEADS):
         for is_causal, is_masked in ((False, False), (True, False), (False, True)):
             yield functools.partial(_heads, size, is_causal, is_masked)
@@ -895,7 +896,7 @@ def _encoder(is_first: bool, norm_first: bool, activation: Any, *n: int) -> Any:
     return trained(lambda x: layer(x, src_key_padding_mask=_of((-1, -2), n, torch.int64) == 0).square().sum(), x)
 
 
-def _at_mask(tail: tuple[int, ...], dtype: torch.dtype, n: int, m: int, _: int, count: int) -> Any:
+def _at_mask(tail: tuple[int, ...], dtype: torch.dtype, n: int, m: int, count: int) -> Any:
     """What `x[mask]` does where the count is known."""
     mask = some(n, m) > 0
 
@@ -910,7 +911,7 @@ def _losses_at_mask(shape: tuple[int, ...], *n: int) -> Any:
     mask, ids = _of(shape, n) > 0, _of(shape, n, torch.int64)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        taken = [counted._at_mask(each, 0, mask, n[3], torch.count_nonzero(mask)) for each in (x, ids)]
+        taken = [counted._at_mask(each, 0, mask, n[2], torch.count_nonzero(mask)) for each in (x, ids)]
         return F.cross_entropy(*taken)
 
     return trained(loss, _of((*shape, E), n)), trained(lambda x: F.mse_loss(x[mask], x[mask]), _of(shape, n))
@@ -973,15 +974,20 @@ def with_room(op: Op, new: Sequence[int], rooms: Sequence[tuple[int, int, int]])
     for count in range(2, 5):
         for some in itertools.combinations(known, count):
             become[math.prod(some)] = math.prod(become[size] for size in some)
-    for times, parts, size in itertools.product(map(int, templates.TIMES), (1, 3), fixed):
+    for times, parts, size in itertools.product(map(int, templates.TIMES), (1, 3), known):
         become[times * parts * size] = times * parts * become[size]
+    become |= {capacity: room for capacity, (room, _, _) in of_capacity.items()}
     padding = dataclasses.replace(op.padding, bounds=tuple(bounds))
     return renumbered(dataclasses.replace(op, padding=padding), become), become
 
 
 def small(op: Op) -> Op:
-    """The op, with small sizes if it has padding: of what has many elements no template is asked for."""
-    return op if op.padding is None else with_room(op, *PADDED[1])[0]
+    """The op, with small capacities if it has padding: of what has many elements no template is asked for."""
+    if op.padding is None:
+        return op
+    capacities = {capacity for _, _, capacity in op.padding.bounds}
+    fixed = [size for size in map(int, pattern_of(op)[1].values()) if size not in capacities]
+    return with_room(op, fixed, PADDED[1][1])[0]
 
 
 def renumbered(value: Any, numbers: Mapping[int, int]) -> Any:

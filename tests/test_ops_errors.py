@@ -114,9 +114,6 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "grid_sample of images at points of volumes": lambda on: F.grid_sample(
         *ones(on, (1, 1, 2, 2), (1, 2, 2, 2, 2)), align_corners=False
     ),
-    "grid_sample of volumes by cubes": lambda on: F.grid_sample(
-        *ones(on, (1, 1, 2, 2, 2), (1, 2, 2, 2, 3)), mode="bicubic", align_corners=False
-    ),
     "attention with a mask of more rows": lambda on: attend(on, 4, 5),
     "attention with a mask of fewer columns": lambda on: attend(on, 3, 4),
     "attention with a mask of more samples": lambda on: attend(on, 2, 1, 3, 5),
