@@ -760,8 +760,9 @@ def _growing_layers(shape: tuple[int, ...]) -> Iterator[Callable[[int], Any]]:
 
 def growing_together() -> Iterator[Callable[..., Any]]:
     """Calls of the ops of ordinary loops over batches of ever other lengths, as well, and over what a mask takes."""
-    for shape in ((-1, -2), (-1, -2, C), (-1, -2, 1), (A, B, -1, -2), (-1, B, -2, E)):
+    for shape in ((-1, -2), (-1, -2, C), (-1, -2, 1)):
         yield from _growing_elementwise_together(shape)
+    yield from _growing_images()
     for shape in ((-1, -2, C), (-2, -1, C)):
         yield from _growing_layers_together(shape)
     for is_first in (True, False):
@@ -796,6 +797,15 @@ def _of(shape: tuple[int, ...], sizes: Sequence[int], dtype: torch.dtype = torch
     return some(*(size if size > 0 else sizes[-1 - size] for size in shape), dtype=dtype)
 
 
+def _growing_images() -> Iterator[Callable[..., Any]]:
+    """Few, since these have many elements."""
+    shape = (A, B, -1, -2)
+    yield lambda *n: trained(lambda x: (x.relu() * 0.5 + 1.0).mean(), _of(shape, n))
+    yield lambda *n: trained(lambda x, y: (x + y).square().sum(), _of(shape, n), some(1, B, 1, 1))
+    yield lambda *n: trained(F.mse_loss, _of(shape, n), _of(shape, n))
+    yield lambda *n: trained(lambda x: x.mean((2, 3)).sum() + x.sum((0, 2, 3)).sum(), _of(shape, n))
+
+
 def _growing_elementwise_together(shape: tuple[int, ...]) -> Iterator[Callable[..., Any]]:
     is_usual = shape in ((-1, -2), (-1, -2, C))
     yield from (lambda *n, f=f: f(_of(shape, n)) for f in UNARY[:: 2 if is_usual else 8])
@@ -818,16 +828,15 @@ def _growing_elementwise_together(shape: tuple[int, ...]) -> Iterator[Callable[.
     yield lambda *n: trained(lambda x: torch.square(x).mean(), _of(shape, n))
     yield lambda *n: trained(lambda x: (x.softmax(-1) + x.log_softmax(-1)).sum(), _of(shape, n))
     yield lambda *n: trained(lambda x: F.dropout(x, 0.1).sum(), _of(shape, n))
-    if len(shape) < 4:
-        yield lambda *n: trained(lambda x: F.dropout(x.transpose(0, 1), 0.1).sum(), _of(shape, n))
-        yield lambda *n: trained(F.mse_loss, _of(shape, n), _of(shape, n))
-        yield lambda *n: (_of(shape, n).transpose(0, 1).contiguous(), _of(shape, n).transpose(0, 1) + 1.0)
-        yield lambda *n: trained(
-            lambda x, y: (x + y.transpose(0, 1)).sum(), _of(shape, n), _of(shape, n).transpose(0, 1)
-        )
-        for dim in range(2):
-            yield lambda *n, dim=dim: trained(lambda x: x.select(dim, 0).sum() + x.select(dim, -1).sum(), _of(shape, n))
-            yield lambda *n, dim=dim: trained(lambda x: x.narrow(dim, 1, x.shape[dim] - 1).sum(), _of(shape, n))
+    yield lambda *n: trained(lambda x: F.dropout(x.transpose(0, 1), 0.1).sum(), _of(shape, n))
+    yield lambda *n: trained(F.mse_loss, _of(shape, n), _of(shape, n))
+    yield lambda *n: (_of(shape, n).transpose(0, 1).contiguous(), _of(shape, n).transpose(0, 1) + 1.0)
+    turned = (shape[1], shape[0], *shape[2:])
+    yield lambda *n: trained(lambda x, y: (x + y.transpose(0, 1)).square().sum(), _of(shape, n), _of(turned, n))
+    yield lambda *n: _of(shape, n).clone().add_(_of(turned, n).transpose(0, 1))
+    for dim in range(2):
+        yield lambda *n, dim=dim: trained(lambda x: x.select(dim, 0).sum() + x.select(dim, -1).sum(), _of(shape, n))
+        yield lambda *n, dim=dim: trained(lambda x: x.narrow(dim, 1, x.shape[dim] - 1).sum(), _of(shape, n))
     for value in (0, 0.0, float("-inf")):
         yield lambda *n, value=value: _of(shape, n).masked_fill(_of(shape, n) > 0, value)
         yield lambda *n, value=value: _of(shape, n).clone().masked_fill_(_of(shape, n, torch.bool), value)
