@@ -157,7 +157,7 @@ class OfAnOp:
         shaped = of_shape(description)
         if shaped is not None:
             yield from ((template, shaped[1]) for _, template in self._beginning_with(shaped[0]))
-        if _PADDING in description and not _has_few_places(description):
+        if _PADDING in description and not has_few_places(description):
             return
         for plain in _with_rooms(description):
             text, numbers = without_sizes(plain)
@@ -209,7 +209,8 @@ def _with_rooms(description: str) -> list[str]:
     return found
 
 
-def _has_few_places(description: str) -> bool:
+def has_few_places(description: str) -> bool:
+    """Whether an op with padding has so few elements that a template is looked for."""
     shapes = [[int(size) for size in shape.split("x")] for shape in _DIMENSIONS.findall(description)]
     return all(max(shape) <= _LONGEST and math.prod(shape) < _MOST_ELEMENTS for shape in shapes)
 
