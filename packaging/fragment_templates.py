@@ -502,10 +502,12 @@ def _masked() -> Iterator[Callable[[], Any]]:
 
 
 def _at_known_mask(x: torch.Tensor, mask: torch.Tensor, count: int) -> Any:
+    """What `x[mask]` does where the count is known."""
+
     def taken(x: torch.Tensor) -> torch.Tensor:
         return counted._at_mask(x, 0, mask, count, torch.count_nonzero(mask))
 
-    return trained(lambda x: taken(x).sum(), x) if x.is_floating_point() else taken(x)
+    return trained(lambda x: taken(x).square().sum(), x) if x.is_floating_point() else taken(x)
 
 
 def _momentum(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
@@ -903,14 +905,7 @@ def _encoder(is_first: bool, norm_first: bool, activation: Any, *n: int) -> Any:
 
 
 def _at_mask(tail: tuple[int, ...], dtype: torch.dtype, n: int, m: int, count: int) -> Any:
-    """What `x[mask]` does where the count is known."""
-    mask = some(n, m) > 0
-
-    def taken(x: torch.Tensor) -> torch.Tensor:
-        return counted._at_mask(x, 0, mask, count, torch.count_nonzero(mask))
-
-    x = some(n, m, *tail, dtype=dtype)
-    return trained(lambda x: taken(x).square().sum(), x), taken(x)
+    return _at_known_mask(some(n, m, *tail, dtype=dtype), some(n, m) > 0, count)
 
 
 def _losses_at_mask(shape: tuple[int, ...], *n: int) -> Any:
@@ -920,7 +915,7 @@ def _losses_at_mask(shape: tuple[int, ...], *n: int) -> Any:
         taken = [counted._at_mask(each, 0, mask, n[2], torch.count_nonzero(mask)) for each in (x, ids)]
         return F.cross_entropy(*taken)
 
-    return trained(loss, _of((*shape, E), n)), trained(lambda x: F.mse_loss(x[mask], x[mask]), _of(shape, n))
+    return trained(loss, _of((*shape, E), n))
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
