@@ -8,7 +8,7 @@ each region's own.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -102,12 +102,12 @@ class Stock:
             self._visits[line] = self._visits.get(line, 0) + 1
             return self._visits[line]
 
-    def missing_undivided(self, found: Sequence[tuple[Program, Plan]]) -> int:
-        """How many ops the programs of a region have that no region had before, in this process or in the store."""
+    def new_undivided(self, found: Sequence[tuple[Program, Plan]]) -> list[Program]:
+        """The programs of a region that no region had before, in this process or in the store."""
         firsts = [(program, self._under_first(plan)) for program, plan in found]
         with self._lock:
             new = [(program, plan) for program, plan in firsts if plan.key.digest not in self._undivided]
-        return sum(len(program.ops) for program, plan in new if not self._compiler.was_stored(plan))
+        return [program for program, plan in new if not self._compiler.was_stored(plan)]
 
     def keep_undivided(self, found: Sequence[tuple[Program, Plan]]) -> None:
         """Notes that a region is made of these."""
@@ -131,9 +131,21 @@ class Stock:
         """The different pieces among these whose programs no region of this process had before."""
         return [piece for piece in {p.identity: p for p in pieces}.values() if self._recall(piece) is None]
 
-    def missing(self, pieces: Sequence[Piece]) -> int:
-        """How many ops these have."""
-        return sum(piece.num_ops for piece in self.new_among(pieces))
+    def compiled_among(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those of new pieces that are compiled if each is padded that may be: of those that differ in sizes alone the
+        first few, and one for all others."""
+        alike = Counter(piece.names for piece in pieces)
+        sizes = Counter[Outline]()
+
+        def is_compiled(piece: Piece) -> bool:
+            most = (_FEWEST_SIZES if piece.most_variables == 1 else 1) + 1
+            outline = self._layouts.outline_of(piece.program) if alike[piece.names] > most else None
+            if outline is None:
+                return True
+            sizes[outline] += 1
+            return sizes[outline] <= most
+
+        return [piece for piece in pieces if is_compiled(piece)]
 
     def loss_ms(self, pieces: Sequence[Piece]) -> float:
         """How much longer these take, each launched once, than with the usual options; raises what lowering raises."""

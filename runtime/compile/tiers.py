@@ -8,7 +8,7 @@ are hangs on the op streams alone. What loosens the numbers has no place here: t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torchtpu.runtime.device.client import Options
@@ -27,9 +27,10 @@ class FirstTier(NamedTuple):
     `patience_ms`, if there is one of the first tier to run meanwhile.
 
     A region of at least `least_ops` ops, or of two where new ones keep coming, is made of pieces where those that are
-    new have at most `most_missing` of the ops that would have to be compiled otherwise, or where these are more than
-    `most_ops`, at most as many. Where more than `most_visits` new regions have ended on the region's line, these are
-    all ops of the region: what is there of the whole is not asked.
+    new take no longer to compile than what would have to be compiled otherwise; a program takes what `program_ops` of
+    its ops do beside them. The third new region that ends on a line may take twice as long, the fourth three times:
+    others may come that have pieces in common with it. Where there were more than `most_visits`, pieces may have at
+    most `most_missing` of the region's ops that are new: what is there of the whole is not asked.
     """
 
     options: Options
@@ -40,10 +41,10 @@ class FirstTier(NamedTuple):
     padded_ns: float
     drawn_ns: float
     launch_us: float
+    program_ops: float
     least_ops: int = 5
     most_missing: float = 0.78
     most_visits: int = 4
-    most_ops: int = 500
     patience_ms: float = 10_000.0
     large_launches: int = 8
 
@@ -52,6 +53,15 @@ class FirstTier(NamedTuple):
         was recorded."""
         least = 2 if is_often_new else self.least_ops
         return len(program.ops) >= least and not any(op.padding is not None for op in program.ops)
+
+    def is_divided(self, pieces: Iterable[int], undivided: Iterable[int], visits: int) -> bool:
+        """Whether a region is better compiled as pieces of so many ops than as programs of so many, where so many new
+        regions have ended on its line."""
+        return self._work(pieces) <= max(1, visits - 1) * self._work(undivided)
+
+    def _work(self, programs: Iterable[int]) -> float:
+        """What programs of so many ops take to compile, in ops."""
+        return sum(self.program_ops + num_ops for num_ops in programs)
 
     def is_large(self, program: Program) -> bool:
         """Whether a piece is compiled with the usual options from the beginning."""
@@ -98,6 +108,7 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         padded_ns=12.0,
         drawn_ns=350.0,
         launch_us=15.0,
+        program_ops=6.0,
     ),
     "tpu": FirstTier(
         (("optimization_level", 19),),  # XLA's O1
@@ -108,6 +119,7 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         padded_ns=0.02,
         drawn_ns=0.02,
         launch_us=15.0,
+        program_ops=0.5,
     ),
     "gpu": FirstTier(
         # Every matrix product and convolution is otherwise tried in many forms, on the device.
@@ -119,6 +131,7 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         padded_ns=0.002,
         drawn_ns=0.002,
         launch_us=45.0,
+        program_ops=3.0,
     ),
 }
 

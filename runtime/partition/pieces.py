@@ -83,6 +83,11 @@ class Piece:
         return self._calls[0][0]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Those of its ops."""
+        return tuple(self._region.ops[place].name for place, *_ in self._calls)
+
+    @property
     def program(self) -> Program:
         """The piece as a program of its own; after the region's run-time ints it takes the `offsets`."""
         if self._program is None:
