@@ -70,6 +70,11 @@ class Plan:
     digest: str = ""
     options: Options = ()
 
+    @property
+    def text_bytes(self) -> int:
+        """How long the text is."""
+        return int(self.digest[self.digest.rindex("(") + 1 :].split()[0])
+
 
 class _Stored(NamedTuple):
     """What a plan's entry holds."""

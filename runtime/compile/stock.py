@@ -151,6 +151,10 @@ class Stock:
         """How much longer these take, each launched once, than with the usual options; raises what lowering raises."""
         return sum(self._find(piece).loss_ms for piece in pieces)
 
+    def text_bytes(self, pieces: Sequence[Piece]) -> int:
+        """How long the texts of the different programs among these are."""
+        return sum(self._find(piece).plan.text_bytes for piece in {p.identity: p for p in pieces}.values())
+
     def _recall(self, piece: Piece) -> _Known | None:
         """What is known of a piece, or of its padded form."""
         with self._lock:
@@ -172,7 +176,7 @@ class Stock:
             return known
         padded = self._form_of(piece)
         plan = self._builder.find(padded.program if padded else piece.program)
-        if self._first is not None and not self._first.is_large(piece.program):
+        if self._first is not None and not self._first.is_large(piece.program, plan.text_bytes):
             plan = self._under_first(plan)
         return self._keep(piece, plan, padded)
 

@@ -16,13 +16,17 @@ from torchtpu.runtime.device.jaxlib_versions import HAS_FUSION_EMITTERS_OPTION
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Op, Program, Random
 
+_BYTES_AN_OP = 1400  # of a program's text, about
+_NORMAL = "normal", "randn", "log_normal"
+
 
 class FirstTier(NamedTuple):
     """How a platform compiles what it has not seen before: quickly, for code that runs slower.
 
-    With the usual options a program compiles `program_ms`, and `op_ms` for each op, longer; without them a launch takes
-    `op_us` longer for each op, `element_ns` for each element that an op makes, `padded_ns` where its arrays are padded,
-    `drawn_ns` for a random one, and `launch_us` for each program that it is made of. A piece for whose usual options
+    With the usual options a program compiles for `program_ms`, and `kilobyte_ms` for each 1000 bytes of its text;
+    without them a launch takes `op_us` longer for each op, `element_ns` for each element that an op makes, `padded_ns`
+    where its arrays are padded, `drawn_ns` for a random one, `normal_ns` if that is normally distributed, and
+    `launch_us` for each program that it is made of. A piece for whose usual options
     `large_launches` launches pay is compiled with these. Nobody waits for a program that compiles longer than
     `patience_ms`, if there is one of the first tier to run meanwhile.
 
@@ -35,11 +39,12 @@ class FirstTier(NamedTuple):
 
     options: Options
     program_ms: float
-    op_ms: float
+    kilobyte_ms: float
     op_us: float
     element_ns: float
     padded_ns: float
     drawn_ns: float
+    normal_ns: float
     launch_us: float
     program_ops: float
     least_ops: int = 5
@@ -63,17 +68,17 @@ class FirstTier(NamedTuple):
         """What programs of so many ops take to compile, in ops."""
         return sum(self.program_ops + num_ops for num_ops in programs)
 
-    def is_large(self, program: Program) -> bool:
-        """Whether a piece is compiled with the usual options from the beginning."""
-        return self.large_launches * self.loss_ms(program) >= self.price_ms(len(program.ops))
+    def is_large(self, program: Program, text_bytes: int) -> bool:
+        """Whether a piece with so long a text is compiled with the usual options from the beginning."""
+        return self.large_launches * self.loss_ms(program) >= self.price_ms(text_bytes)
 
     def is_paid_at_once(self, program: Program) -> bool:
-        """Whether one launch pays for the usual options."""
-        return self.loss_ms(program) >= self.price_ms(len(program.ops))
+        """Whether one launch of a program whose text is not written yet pays for the usual options, about."""
+        return self.loss_ms(program) >= self.price_ms(_BYTES_AN_OP * len(program.ops))
 
-    def price_ms(self, num_ops: int) -> float:
-        """How much longer a program of so many ops compiles with the usual options, about."""
-        return self.program_ms + self.op_ms * num_ops
+    def price_ms(self, text_bytes: float) -> float:
+        """How long a program with so long a text compiles with the usual options, about."""
+        return self.program_ms + self.kilobyte_ms * text_bytes / 1000
 
     def loss_ms(self, program: Program) -> float:
         """How much longer than with them it takes, in one launch, about."""
@@ -81,7 +86,7 @@ class FirstTier(NamedTuple):
 
     def _element_ns(self, op: Op) -> float:
         if any(isinstance(argument, Random) for argument in op.args):
-            return self.drawn_ns
+            return self.normal_ns if op.name.startswith(_NORMAL) else self.drawn_ns
         return self.element_ns if op.padding is None else self.padded_ns
 
 
@@ -101,23 +106,25 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
             ("xla_backend_optimization_level", 0),
             *((("xla_cpu_use_fusion_emitters", False),) if HAS_FUSION_EMITTERS_OPTION else ()),
         ),
-        program_ms=5.0,
-        op_ms=14.0,
-        op_us=1.0,
-        element_ns=5.0,
-        padded_ns=12.0,
-        drawn_ns=350.0,
+        program_ms=38.0,
+        kilobyte_ms=17.0,
+        op_us=0.3,
+        element_ns=4.0,
+        padded_ns=10.0,
+        drawn_ns=33.0,
+        normal_ns=350.0,
         launch_us=15.0,
         program_ops=6.0,
     ),
     "tpu": FirstTier(
         (("optimization_level", 19),),  # XLA's O1
         program_ms=50.0,
-        op_ms=170.0,
+        kilobyte_ms=120.0,
         op_us=0.0,
         element_ns=0.02,
         padded_ns=0.02,
         drawn_ns=0.02,
+        normal_ns=0.02,
         launch_us=15.0,
         program_ops=0.5,
     ),
@@ -125,11 +132,12 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         # Every matrix product and convolution is otherwise tried in many forms, on the device.
         (("xla_gpu_autotune_level", 0), ("xla_gpu_enable_triton_gemm", False)),
         program_ms=10.0,
-        op_ms=4.0,
+        kilobyte_ms=3.0,
         op_us=1.0,
         element_ns=0.002,
         padded_ns=0.002,
         drawn_ns=0.002,
+        normal_ns=0.002,
         launch_us=45.0,
         program_ops=3.0,
     ),

@@ -192,7 +192,8 @@ class RegionVariants:
         self._options = builder.sweep.options if builder.sweep and builder.knob("sweep") else {}
         self._first = None if builder.knob("tiers") == "off" else builder.first
         self._pieces = pieces
-        self._loss_ms, self._least_price_ms = self._loss_of(pieces), self._least_price_of(pieces)
+        self._loss_ms, self._text_bytes = self._loss_of(pieces), self._text_bytes_of(pieces)
+        self._usual_bytes: list[int] = []  # of the texts of the usual variant, where they are written
         self._compile_ms: dict[Config, float] = {}
         self._digests: dict[Config, list[str]] = {}  # of the programs of each variant
         self._tried = 0  # options
@@ -212,6 +213,7 @@ class RegionVariants:
         usual = [] if self._pieces else self._found(())
         config: Config = FIRST if self._pieces else ()
         found, untried = usual, [] if self._pieces else self._untried
+        self._usual_bytes = [plan.text_bytes for _, plan in usual]
         with self._builder.counters.bailouts.attempt("variants", self._program.line):
             known = self._recalled([plan for _, plan in usual]) if usual else None
             if known is not None:
@@ -220,7 +222,7 @@ class RegionVariants:
                 config = FIRST
                 pieces = self._builder.new_pieces(self._program, usual, self._device)
                 self._loss_ms, self._pieces = self._loss_of(pieces), pieces
-                self._least_price_ms = self._least_price_of(pieces)
+                self._text_bytes = self._text_bytes_of(pieces)
                 if not pieces:
                     self._builder.stock.keep_undivided(usual)
         if self._pieces:
@@ -257,18 +259,20 @@ class RegionVariants:
             return self._first.loss_ms(self._program)
         return self._first.launch_us * 1e-3 * (len(pieces) - 1) + self._builder.stock.loss_ms(pieces)
 
-    def _least_price_of(self, pieces: list[Piece]) -> float:
-        """What the usual variant takes to compile, about, if what comes again among these pieces is compiled once."""
-        if self._first is None or not pieces:
-            return 0.0
-        return self._first.price_ms(sum({piece.identity: piece.num_ops for piece in pieces}.values()))
+    def _text_bytes_of(self, pieces: list[Piece]) -> int:
+        """How long the usual variant's text is, at least, if what comes again among these pieces is compiled once."""
+        return self._builder.stock.text_bytes(pieces) if self._first is not None else 0
 
     @functools.cached_property
     def _price_ms(self) -> float:
         """What the usual variant takes to compile, about."""
         if self._first is None:
             return 0.0
-        return sum(self._first.price_ms(len(program.ops)) for program in self._programs(()))
+        lengths: list[float] = list(self._usual_bytes)
+        if not lengths:  # its text is not written yet
+            num_ops = sum({piece.identity: piece.num_ops for piece in self._pieces}.values())
+            lengths = [self._text_bytes / max(1, num_ops) * len(program.ops) for program in self._programs(())]
+        return sum(map(self._first.price_ms, lengths))
 
     # what the autotuner asks
 
@@ -297,7 +301,8 @@ class RegionVariants:
         return self.may_be_paid(launches) and launches * self._loss_ms >= self._price_ms
 
     def may_be_paid(self, launches: int) -> bool:
-        price = vars(self).get("_price_ms", self._least_price_ms)  # a search for repeats is needed to know
+        least = self._first.price_ms(self._text_bytes) if self._first is not None else 0.0
+        price = vars(self).get("_price_ms", least)  # a search for repeats may be needed to know
         return bool(launches * self._loss_ms >= price)
 
     def promoted(self) -> list[str]:
