@@ -1,8 +1,8 @@
-"""How long regions compile with the usual options and with those of the first tier, for each of their ops.
+"""How long regions compile with the usual options and with those of the first tier, by the length of their texts.
 
-The regions are those of programs of unseen.py, each compiled as one program, both ways, in milliseconds of a process
-that does nothing else meanwhile: CPU time on platform cpu, else wall time. `op_ms` of `runtime/compile/tiers.py` is the
-median of the differences.
+The regions are those of programs of unseen.py, each compiled both ways as the programs that it is made of, in
+milliseconds of a process that does nothing else meanwhile: CPU time on platform cpu, else wall time. `program_ms` and
+`kilobyte_ms` of `runtime/compile/tiers.py` are the line through all of them.
 
     python benchmarks/compile_price.py
     python benchmarks/compile_price.py gpt --laps 2
@@ -12,10 +12,11 @@ median of the differences.
 from __future__ import annotations
 
 import argparse
-import statistics
+import threading
 import time
 from typing import Any
 
+import numpy as np
 import peers
 import torch
 import unseen
@@ -23,23 +24,27 @@ import unseen
 from torchtpu import config, startup
 from torchtpu.runtime.compile.tiers import FIRST_TIERS
 
-NAMES = ("gpt", "mlp", "cnn", "lbfgs", "episode", "batches", "noread")
+NAMES = ("gpt", "mlp", "cnn", "lbfgs", "episode", "batches", "noread", "tokens")
+
+Row = tuple[int, int, float, float]  # ops, bytes of text, and milliseconds with the usual options and the first tier's
 
 
-def measure(name: str, laps: int) -> dict[tuple[int, str], tuple[float, float]]:
-    """Milliseconds with the usual options and with the first tier's, by a program's ops and the begin of its key."""
+def measure(name: str, laps: int) -> dict[str, Row]:
+    """What the programs of so many laps take to compile, by their keys."""
     compiler = startup.engine().compiler
-    found: dict[tuple[int, str], tuple[float, float]] = {}
+    found: dict[str, Row] = {}
     real, options = compiler._load_or_compile, FIRST_TIERS[startup.platform()].options
+    alone = threading.Lock()
     clock = time.process_time if startup.platform() == "cpu" else time.perf_counter
 
     def compile_both(plan: Any, device: int, note: Any, *rest: Any) -> Any:
         taken = []
-        for more in ((), options):
-            started = clock()
-            compiler._client.compile(plan.text(), device, plan.homes, more)
-            taken.append((clock() - started) * 1e3)
-        found[note["ops"], plan.key.digest[:8]] = taken[0], taken[1]
+        with alone:
+            for more in ((), options):
+                started = clock()
+                compiler._client.compile(plan.text(), device, plan.homes, more)
+                taken.append((clock() - started) * 1e3)
+        found[plan.key.digest] = note["ops"], plan.text_bytes, taken[0], taken[1]
         return real(plan, device, note, *rest)
 
     compiler._load_or_compile = compile_both  # type: ignore[method-assign]
@@ -59,15 +64,25 @@ def main() -> None:
     parser.add_argument("--laps", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows, differences = [["program", "ops", "usual, ms", "first tier, ms", "difference an op, ms"]], []
-    with config.using(tiers="off", clusters=False, sweep=False, padding=False, cache="off"):
+    rows, found = [["program", "programs", "ops", "kB", "usual, ms", "first tier, ms"]], list[Row]()
+    with config.using(tiers="off", sweep=False, cache="off"):
         torch.ones(2, device="tpu").cpu()
         for name in arguments.programs or NAMES:
-            (ops, _), (usual, first) = max(measure(name, arguments.laps).items())
-            differences.append((usual - first) / ops)
-            rows.append([name, str(ops), f"{usual:.0f}", f"{first:.0f}", f"{differences[-1]:.1f}"])
+            made = list(measure(name, arguments.laps).values())
+            ops, text_bytes, usual, first = map(sum, zip(*made, strict=True))
+            rows.append([name, str(len(made)), str(ops), f"{text_bytes / 1e3:.0f}", f"{usual:.0f}", f"{first:.0f}"])
+            found += made
     print(peers.table(rows))
-    print(f"median: {statistics.median(differences):.1f} ms an op")
+    for what, column in (("usual", 2), ("first tier", 3)):
+        program_ms, kilobyte_ms = fitted(np.array([(row[1] / 1e3, row[column]) for row in found]))
+        print(f"{what}: {program_ms:.0f} ms a program and {kilobyte_ms:.1f} ms for 1000 bytes of its text")
+
+
+def fitted(points: Any) -> Any:
+    """The line through points, where errors grow with the root of the second coordinate."""
+    x, y = points.T
+    weights = 1 / np.sqrt(y)
+    return np.linalg.lstsq(np.stack([weights, x * weights], 1), y * weights, rcond=None)[0]
 
 
 if __name__ == "__main__":

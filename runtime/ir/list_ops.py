@@ -50,20 +50,28 @@ def _is_apart(row: list[Op], homes: dict[int | None, int]) -> bool:
 def elements(op: Op) -> list[Op]:
     """The op for each element of its lists; none where there are fewer than two, two are one storage,
     or what counts of them is not all."""
-    count = next((len(argument) for argument in op.args if type(argument) is tuple), 0)
+    count = _length(op)
     written = [_element(op.args[write.arg], write.element or 0).value for write in op.writes]
     kept = [value for value in written if value is not None]
     if count < 2 or len(set(kept)) < len(kept) or op.padding is not None:
         return []
-    return [
-        dataclasses.replace(
-            op,
-            args=tuple(_only(argument, i, count) for argument in op.args),
-            results=tuple(_only(result, i, count) for result in op.results),
-            writes=tuple(dataclasses.replace(write, element=0) for write in op.writes if write.element == i),
-        )
-        for i in range(count)
-    ]
+    return [element_of(op, i) for i in range(count)]
+
+
+def element_of(op: Op, place: int) -> Op:
+    """The op for one element of its lists, which has `elements`."""
+    count = _length(op)
+    return dataclasses.replace(
+        op,
+        args=tuple([_only(argument, place, count) for argument in op.args]),
+        results=tuple([_only(result, place, count) for result in op.results]),
+        writes=tuple([dataclasses.replace(write, element=0) for write in op.writes if write.element == place]),
+    )
+
+
+def _length(op: Op) -> int:
+    """How long the lists of an op are."""
+    return next((len(argument) for argument in op.args if type(argument) is tuple), 0)
 
 
 def with_lists_apart(

@@ -18,7 +18,7 @@ from typing import Any
 
 from torchtpu.runtime import _C
 from torchtpu.runtime.ir.calls import written
-from torchtpu.runtime.ir.list_ops import elements, with_lists_apart
+from torchtpu.runtime.ir.list_ops import element_of, with_lists_apart
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Scalar, Write
 from torchtpu.runtime.ir.values import is_part, operands, rewrite
 from torchtpu.runtime.lowering.fragments import Fragments
@@ -133,7 +133,7 @@ class Piece:
 
     def _taken(self, place: int, element: int, unread: tuple[int, ...]) -> Op:
         op = self._region.ops[place]
-        return without_values(op if element < 0 else elements(op)[element], unread)
+        return without_values(op if element < 0 else element_of(op, element), unread)
 
 
 class Divider:
@@ -171,7 +171,7 @@ class Divider:
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
         """Of ops, or of what they do to an element of their lists: whether they have checks, and what they read."""
-        apart = (op if element < 0 else elements(op)[element] for op, element in calls)
+        apart = (op if element < 0 else element_of(op, element) for op, element in calls)
         found = self._fragments.find([_with_ints(op, self._fragments.ints(op)) for op in apart])
         return [
             (bool(fragment.checks), [*fragment.used, *(n for n in fragment.forwards if n is not None)])
