@@ -121,10 +121,11 @@ class Stock:
 
     def divide(self, program: Program, *, is_often_new: bool) -> list[Piece]:
         """The pieces of a program, in order; none where no op of it is needed. Any may be padded where new regions keep
-        coming; elsewhere those may of which one size changes, once `_FEWEST_SIZES` were seen."""
+        coming; elsewhere those may of which one size changes, once `_FEWEST_SIZES` were seen. An optimizer's step of a
+        parameter never is: parameters differ in sizes, but none of them changes."""
         pieces = self._divider.divide(program, is_often_new=is_often_new)
         for piece in pieces:
-            piece.most_variables = MOST_VARIABLES if is_often_new else 1
+            piece.most_variables = 0 if piece.is_of_an_element else MOST_VARIABLES if is_often_new else 1
         return pieces
 
     def new_among(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -133,17 +134,27 @@ class Stock:
 
     def compiled_among(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Those of new pieces that are compiled if each is padded that may be: of those that differ in sizes alone the
-        first few, and one for all others."""
+        first few, and the others if the next one cannot be padded."""
         alike = Counter(piece.names for piece in pieces)
-        sizes = Counter[Outline]()
+        samples: dict[Outline, list[Program]] = {}
+        may_be_padded: dict[Outline, bool] = {}
 
         def is_compiled(piece: Piece) -> bool:
-            most = (_FEWEST_SIZES if piece.most_variables == 1 else 1) + 1
-            outline = self._layouts.outline_of(piece.program) if alike[piece.names] > most else None
+            most = _FEWEST_SIZES if piece.most_variables == 1 else 1
+            if not piece.most_variables or alike[piece.names] <= most:
+                return True
+            outline = self._layouts.outline_of(piece.program)
             if outline is None:
                 return True
-            sizes[outline] += 1
-            return sizes[outline] <= most
+            known = samples.setdefault(outline, [])
+            if len(known) < most:
+                known.append(piece.program)
+                return True
+            if outline not in may_be_padded:
+                padded = self._layouts.pad(piece.program, known, piece.most_variables)
+                may_be_padded[outline] = padded is not None
+                return True
+            return not may_be_padded[outline]
 
         return [piece for piece in pieces if is_compiled(piece)]
 
@@ -183,7 +194,8 @@ class Stock:
     def _keep(self, piece: Piece, plan: Plan, padded: PaddedProgram | None) -> _Known:
         program = padded.program if padded else piece.program
         known = _Known(plan, padded, self._first.loss_ms(program) if self._first else 0.0)
-        samples = [piece.program, *([piece.placed_program] if piece.offsets else ())] if padded is None else []
+        may_be_padded = padded is None and piece.most_variables > 0
+        samples = [piece.program, *([piece.placed_program] if piece.offsets else ())] if may_be_padded else []
         outlined = [(sample, self._layouts.outline_of(sample)) for sample in samples]
         with self._lock:
             self._known[piece.identity] = known
@@ -201,6 +213,8 @@ class Stock:
 
         Where a view of a longer array begins has to be a constant: the piece is placed if it is padded in no other way.
         """
+        if not piece.most_variables:
+            return None
         padded = self._padded_as(piece, is_placed=False)
         if padded is not None or not piece.offsets or piece.is_settled:
             return padded

@@ -16,6 +16,7 @@ from torchtpu.runtime.device.jaxlib_versions import HAS_FUSION_EMITTERS_OPTION
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Op, Program, Random
 
+_FEW_VISITS = 2  # as a training loop makes: its first step makes the optimizer's states
 _BYTES_AN_OP = 1400  # of a program's text, about
 _NORMAL = "normal", "randn", "log_normal"
 
@@ -31,10 +32,11 @@ class FirstTier(NamedTuple):
     `patience_ms`, if there is one of the first tier to run meanwhile.
 
     A region of at least `least_ops` ops, or of two where new ones keep coming, is made of pieces where those that are
-    new take no longer to compile than what would have to be compiled otherwise; a program takes what `program_ops` of
-    its ops do beside them. The third new region that ends on a line may take twice as long, the fourth three times:
-    others may come that have pieces in common with it. Where there were more than `most_visits`, pieces may have at
-    most `most_missing` of the region's ops that are new: what is there of the whole is not asked.
+    new take at most `most_missing` of the time to compile that what would have to be compiled otherwise takes; a
+    program takes what `program_ops` of its ops do beside them. The third new region that ends on a line may take twice
+    as long as that, the fourth three times: others may come that have pieces in common with it. Where there were more
+    than `most_visits`, pieces may have at most `most_missing` of the region's ops that are new: what is there of the
+    whole is not asked.
     """
 
     options: Options
@@ -62,7 +64,8 @@ class FirstTier(NamedTuple):
     def is_divided(self, pieces: Iterable[int], undivided: Iterable[int], visits: int) -> bool:
         """Whether a region is better compiled as pieces of so many ops than as programs of so many, where so many new
         regions have ended on its line."""
-        return self._work(pieces) <= max(1, visits - 1) * self._work(undivided)
+        most = visits - 1 if visits > _FEW_VISITS else self.most_missing
+        return self._work(pieces) <= most * self._work(undivided)
 
     def _work(self, programs: Iterable[int]) -> float:
         """What programs of so many ops take to compile, in ops."""

@@ -83,6 +83,11 @@ class Piece:
         return self._calls[0][0]
 
     @property
+    def is_of_an_element(self) -> bool:
+        """Whether it is what ops do to an element of their lists."""
+        return any(element >= 0 for _, element, *_ in self._calls)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Those of its ops."""
         return tuple(self._region.ops[place].name for place, *_ in self._calls)
