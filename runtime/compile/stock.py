@@ -121,11 +121,14 @@ class Stock:
 
     def divide(self, program: Program, *, is_often_new: bool) -> list[Piece]:
         """The pieces of a program, in order; none where no op of it is needed. Any may be padded where new regions keep
-        coming; elsewhere those may of which one size changes, once `_FEWEST_SIZES` were seen. An optimizer's step of a
-        parameter never is: parameters differ in sizes, but none of them changes."""
+        coming; elsewhere those may of which one size changes, once `_FEWEST_SIZES` were seen, but for what ops do to
+        the elements of their lists: parameters differ in sizes, but none of these changes."""
         pieces = self._divider.divide(program, is_often_new=is_often_new)
         for piece in pieces:
-            piece.most_variables = 0 if piece.is_of_an_element else MOST_VARIABLES if is_often_new else 1
+            if is_often_new:
+                piece.most_variables = MOST_VARIABLES
+            else:
+                piece.most_variables = 0 if piece.is_of_an_element else 1
         return pieces
 
     def new_among(self, pieces: Sequence[Piece]) -> list[Piece]:
