@@ -86,6 +86,7 @@ class Stock:
         self._padded: OrderedDict[Program, Plan] = OrderedDict()
         self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
+        self._spent: dict[str, float] = {}  # work, by lines
         # What is in use, by identity, device and lines.
         self._executables: WeakValueDictionary[tuple[int, int, tuple[str, ...]], Launchable] = WeakValueDictionary()
 
@@ -102,12 +103,26 @@ class Stock:
             self._visits[line] = self._visits.get(line, 0) + 1
             return self._visits[line]
 
-    def new_undivided(self, found: Sequence[tuple[Program, Plan]]) -> list[Program]:
-        """The programs of a region that no region had before, in this process or in the store."""
+    def spent(self, line: str) -> float:
+        """The work of compiling regions whole that ended on this line."""
+        with self._lock:
+            return self._spent.get(line, 0.0)
+
+    def spend(self, line: str, work: float) -> None:
+        """Adds to that."""
+        with self._lock:
+            if len(self._spent) >= _MOST_PLACES:
+                self._spent.clear()
+            self._spent[line] = self._spent.get(line, 0.0) + work
+
+    def new_undivided(self, found: Sequence[tuple[Program, Plan]]) -> tuple[list[Program], list[Program]]:
+        """The programs of a region that no region of this process had before, and those of them that are not in the
+        store."""
         firsts = [(program, self._under_first(plan)) for program, plan in found]
         with self._lock:
             new = [(program, plan) for program, plan in firsts if plan.key.digest not in self._undivided]
-        return [program for program, plan in new if not self._compiler.was_stored(plan)]
+        absent = [program for program, plan in new if not self._compiler.was_stored(plan)]
+        return [program for program, _ in new], absent
 
     def keep_undivided(self, found: Sequence[tuple[Program, Plan]]) -> None:
         """Notes that a region is made of these."""

@@ -16,7 +16,7 @@ from torchtpu.runtime.device.jaxlib_versions import HAS_FUSION_EMITTERS_OPTION
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Op, Program, Random
 
-_FEW_VISITS = 2  # as a training loop makes: its first step makes the optimizer's states
+_SURE = 2.0  # a training loop has a few regions: its first step makes the optimizer's states
 _BYTES_AN_OP = 1400  # of a program's text, about
 _NORMAL = "normal", "randn", "log_normal"
 
@@ -33,10 +33,10 @@ class FirstTier(NamedTuple):
 
     A region of at least `least_ops` ops, or of two where new ones keep coming, is made of pieces where those that are
     new take at most `most_missing` of the time to compile that what would have to be compiled otherwise takes; a
-    program takes what `program_ops` of its ops do beside them. The third new region that ends on a line may take twice
-    as long as that, the fourth three times: others may come that have pieces in common with it. Where there were more
-    than `most_visits`, pieces may have at most `most_missing` of the region's ops that are new: what is there of the
-    whole is not asked.
+    program takes what `program_ops` of its ops do beside them. So is one whose pieces take half the time that it and
+    those before it that ended on its line take whole: others may come that have pieces in common with it. Where there
+    were more than `most_visits`, pieces may have at most `most_missing` of the region's ops that are new: what is there
+    of the whole is not asked.
     """
 
     options: Options
@@ -61,13 +61,13 @@ class FirstTier(NamedTuple):
         least = 2 if is_often_new else self.least_ops
         return len(program.ops) >= least and not any(op.padding is not None for op in program.ops)
 
-    def is_divided(self, pieces: Iterable[int], undivided: Iterable[int], visits: int) -> bool:
-        """Whether a region is better compiled as pieces of so many ops than as programs of so many, where so many new
-        regions have ended on its line."""
-        most = visits - 1 if visits > _FEW_VISITS else self.most_missing
-        return self._work(pieces) <= most * self._work(undivided)
+    def is_divided(self, pieces: Iterable[int], undivided: float, spent: float) -> bool:
+        """Whether a region is better compiled as pieces of so many ops, where it is `undivided` work otherwise, and
+        regions that ended on its line before were `spent` work."""
+        work = self.work(pieces)
+        return work <= self.most_missing * undivided or (spent > 0 and _SURE * work <= spent + undivided)
 
-    def _work(self, programs: Iterable[int]) -> float:
+    def work(self, programs: Iterable[int]) -> float:
         """What programs of so many ops take to compile, in ops."""
         return sum(self.program_ops + num_ops for num_ops in programs)
 

@@ -141,22 +141,24 @@ class VariantBuilder:
         first, is_forced = self.first_tier(), self.knob("tiers") == "pieces"
         if first is None:
             return []
-        visits = self.stock.visits(program.line)
-        is_often_new = visits > first.most_visits
+        is_often_new = self.stock.visits(program.line) > first.most_visits
         if not first.may_divide(program, is_often_new=is_often_new or is_forced):
             return []
-        undivided = self.stock.new_undivided(usual)
-        if not undivided and not is_forced:
-            return []
-        pieces = self.stock.divide(program, is_often_new=is_often_new)
+        undivided, absent = self.stock.new_undivided(usual)
+        pieces = self.stock.divide(program, is_often_new=is_often_new) if absent or is_forced else []
         new = self.stock.new_among(pieces)
-        if is_often_new:  # in ops with lists taken apart, as pieces have them
-            share = sum(len(each.ops) for each in undivided) / len(program.ops)
+        if is_forced:
+            is_worth_it = True
+        elif is_often_new:  # in ops with lists taken apart, as pieces have them
+            share = sum(len(each.ops) for each in absent) / len(program.ops)
             is_worth_it = sum(p.num_ops for p in new) <= share * sum(p.num_ops for p in pieces)
         else:
-            compiled = self.stock.compiled_among(new)
-            is_worth_it = first.is_divided((p.num_ops for p in compiled), (len(p.ops) for p in undivided), visits)
-        return self._there(pieces, device) if is_worth_it or is_forced else []
+            compiled, work = self.stock.compiled_among(new), first.work(len(each.ops) for each in absent)
+            spent = self.stock.spent(program.line)
+            is_worth_it = first.is_divided((piece.num_ops for piece in compiled), work, spent)
+            if not (pieces and is_worth_it):
+                self.stock.spend(program.line, first.work(len(each.ops) for each in undivided))
+        return self._there(pieces, device) if is_worth_it else []
 
     def _there(self, pieces: list[Piece], device: int) -> list[Piece]:
         """The pieces, but for those that would have to be compiled where nothing may be."""
