@@ -19,7 +19,9 @@ from torchtpu import config, metrics, startup
 from torchtpu.runtime import _C
 from torchtpu.runtime.compile.stock import Stock
 from torchtpu.runtime.engine import Engine
-from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.ir import list_ops
+from torchtpu.runtime.ir.program import Op, Program
+from torchtpu.runtime.partition import pieces
 from torchtpu.runtime.partition.pieces import Divider
 
 
@@ -582,3 +584,50 @@ def test_equal_pieces_that_are_forgotten_before_they_are_compiled_are_each_what_
     for made, (x, both) in zip(found, images, strict=True):
         for part, expected in zip(made, scaled(x, both), strict=True):
             torch.testing.assert_close(part.cpu(), expected)
+
+
+def test_a_piece_of_an_element_is_made_of_that_element(monkeypatch: pytest.MonkeyPatch, in_pieces: None) -> None:
+    made = []
+    element_of = list_ops.element_of
+
+    def counted(op: Op, place: int) -> Op:
+        made.append(place)
+        return element_of(op, place)
+
+    for module in (list_ops, pieces):
+        monkeypatch.setattr(module, "element_of", counted)
+    weights = [torch.zeros(3, n, device="tpu") for n in range(1, 65)]
+    torch._foreach_add_(weights, 1.0)
+    torch._foreach_mul_(weights, 3.0)
+    assert all(torch.equal(w.cpu(), torch.full(w.shape, 3.0)) for w in weights)
+    assert len(made) <= 16 * len(weights)
+
+
+def test_steps_of_parameters_of_many_sizes_pad_none_of_them(in_pieces: None) -> None:
+    weights = [torch.ones(3, n, device="tpu", requires_grad=True) for n in range(2, 40, 3)]
+    optimizer = torch.optim.SGD(weights, 0.5, momentum=0.9)
+    metrics.reset()
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = weight.detach() * 2
+        optimizer.step()
+    for weight in weights:
+        torch.testing.assert_close(weight.detach().cpu(), torch.full(weight.shape, -0.9))
+    assert metrics.snapshot()["arrays_moved"] == 0
+
+
+def test_layers_that_differ_are_not_divided_and_regions_that_keep_differing_are() -> None:
+    def lap(widths: list[int]) -> None:
+        x = torch.ones(2, widths[0], device="tpu")
+        for a, b in itertools.pairwise(widths):
+            x = torch.nn.functional.gelu(x @ torch.full((a, b), 0.01, device="tpu"), approximate="tanh").softmax(1)
+        x.sum().item()
+
+    _C.forget_streams()
+    metrics.reset()
+    lap([3, 5, 7, 9, 11, 13, 15])
+    assert metrics.snapshot()["regions_in_pieces"] == 0
+    rng = random.Random(0)
+    for _ in range(8):
+        lap([rng.choice((3, 5, 7)) for _ in range(rng.randint(5, 9))])
+    assert metrics.snapshot()["regions_in_pieces"] > 0

@@ -262,6 +262,15 @@ def test_large_programs_pay_sooner_than_small_ones() -> None:
     assert launches(64) > 100
 
 
+def test_regions_are_divided_once_they_have_cost_twice_that() -> None:
+    whole = FIRST.work([100])
+    assert FIRST.is_divided([10] * 4, whole, 0.0)
+    assert not FIRST.is_divided([10] * 8, whole, 0.0)
+    assert not FIRST.is_divided([10] * 8, whole, whole)
+    assert FIRST.is_divided([10] * 8, whole, 2 * whole)
+    assert not FIRST.is_divided([1] * 60, whole, whole)  # a program costs more than an op
+
+
 def test_pieces_of_large_arrays_are_compiled_well_from_the_beginning(compiled: list[str]) -> None:
     _C.forget_streams()
     with config.using(tiers="pieces"):
