@@ -1,8 +1,9 @@
-"""How long regions compile with the usual options and with those of the first tier, by the length of their texts.
+"""What programs take to compile with the usual options and with those of the first tier, and what their launches take.
 
-The regions are those of programs of unseen.py, each compiled both ways as the programs that it is made of, in
-milliseconds of a process that does nothing else meanwhile: CPU time on platform cpu, else wall time. `program_ms` and
-`kilobyte_ms` of `runtime/compile/tiers.py` are the line through all of them.
+The programs are those that the regions of programs of unseen.py are made of. Each is compiled both ways, and launched
+both ways on what its first launch was given, in milliseconds and microseconds of a process that does nothing else
+meanwhile: CPU time on platform cpu, else wall time. The planes through all of them are numbers of
+`runtime/compile/tiers.py`.
 
     python benchmarks/compile_price.py
     python benchmarks/compile_price.py gpt --laps 2
@@ -12,9 +13,14 @@ milliseconds of a process that does nothing else meanwhile: CPU time on platform
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import re
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import peers
@@ -23,66 +29,141 @@ import unseen
 
 from torchtpu import config, startup
 from torchtpu.runtime.compile.tiers import FIRST_TIERS
+from torchtpu.runtime.ir.calls import results_of
+from torchtpu.runtime.ir.program import Program, Random
 
 NAMES = ("gpt", "mlp", "cnn", "lbfgs", "episode", "batches", "noread", "tokens")
+LAUNCHES, ROUNDS = 20, 12
+DONATED = re.compile(r"(tf\.aliasing_output = \d+ : i32|jax\.buffer_donor = true)(, )?")
 
-Row = tuple[int, int, float, float]  # ops, bytes of text, and milliseconds with the usual options and the first tier's
+
+class Row(NamedTuple):
+    """A program: elements that its ops make, and draw; both ways, the usual options first."""
+
+    ops: int
+    kilobytes: float
+    plain: int
+    padded: int
+    drawn: int
+    compile_ms: list[float]
+    launch_us: list[float]
 
 
-def measure(name: str, laps: int) -> dict[str, Row]:
-    """What the programs of so many laps take to compile, by their keys."""
-    compiler = startup.engine().compiler
-    found: dict[str, Row] = {}
-    real, options = compiler._load_or_compile, FIRST_TIERS[startup.platform()].options
-    alone = threading.Lock()
-    clock = time.process_time if startup.platform() == "cpu" else time.perf_counter
+class Meter:
+    """Compiles and launches what one program of unseen.py is made of."""
 
-    def compile_both(plan: Any, device: int, note: Any, *rest: Any) -> Any:
-        taken = []
-        with alone:
-            for more in ((), options):
-                started = clock()
-                compiler._client.compile(plan.text(), device, plan.homes, more)
-                taken.append((clock() - started) * 1e3)
-        found[plan.key.digest] = note["ops"], plan.text_bytes, taken[0], taken[1]
-        return real(plan, device, note, *rest)
+    def __init__(self) -> None:
+        self._engine = startup.engine()
+        self._clock = time.process_time if startup.platform() == "cpu" else time.perf_counter
+        self._options = (), FIRST_TIERS[startup.platform()].options
+        self._alone = threading.Lock()
+        self._programs: dict[str, Program] = {}
+        self._plans: dict[int, Any] = {}  # by the ids of their executables
+        self._given: dict[int, list[torch.Tensor]] = {}
+        self._kept: list[Any] = []  # executables: their ids stay theirs
 
-    compiler._load_or_compile = compile_both  # type: ignore[method-assign]
-    try:
-        lap = unseen.PROGRAMS[name]("tpu")
-        for i in range(laps):
-            lap(i)
-            torch.tpu.synchronize()
-    finally:
-        compiler._load_or_compile = real  # type: ignore[method-assign]
-    return found
+    def measure(self, name: str, laps: int) -> list[Row]:
+        with self._watching():
+            lap = unseen.PROGRAMS[name]("tpu")
+            for i in range(laps):
+                lap(i)
+                torch.tpu.synchronize()
+        return [self._row(self._plans[key], arguments) for key, arguments in self._given.items()]
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        builder, compiler, client = self._engine._builder, self._engine.compiler, self._engine.client
+        submit, load, execute = builder.submit, compiler._load_or_compile, client.execute
+
+        def submitted(program: Program, plan: Any, *rest: Any, **options: Any) -> Any:
+            self._programs[plan.key.digest] = program
+            return submit(program, plan, *rest, **options)
+
+        def loaded(plan: Any, *rest: Any) -> Any:
+            made = load(plan, *rest)
+            self._kept.append(made.executable)
+            self._plans[id(made.executable)] = plan
+            return made
+
+        def executed(executable: Any, arguments: list[Any], handlers: list[Any]) -> Any:
+            if id(executable) in self._plans and id(executable) not in self._given:
+                self._given[id(executable)] = [client.download(argument).clone() for argument in arguments]
+            return execute(executable, arguments, handlers)
+
+        with (
+            mock.patch.object(builder, "submit", submitted),
+            mock.patch.object(compiler, "_load_or_compile", loaded),
+            mock.patch.object(client, "execute", executed),
+        ):
+            yield
+
+    def _row(self, plan: Any, arguments: list[torch.Tensor]) -> Row:
+        program = self._programs[plan.key.digest]
+        made = [(op, sum(math.prod(result.sizes) for result in results_of(op))) for op in program.ops]
+        drawn = sum(n for op, n in made if any(isinstance(argument, Random) for argument in op.args))
+        padded = sum(n for op, n in made if op.padding is not None)
+        both = [self._compiled(plan, options) for options in self._options]
+        launch_us = [self._launch_us(executable, arguments) for executable, _ in both]
+        plain = sum(n for _, n in made) - padded - drawn
+        return Row(
+            len(made),
+            plan.text_bytes / 1e3,
+            plain,
+            padded,
+            drawn,
+            [milliseconds for _, milliseconds in both],
+            launch_us,
+        )
+
+    def _compiled(self, plan: Any, options: Any) -> tuple[Any, float]:
+        """The program, whose launches leave what they are given, and the milliseconds that it took to compile."""
+        text = DONATED.sub("", plan.text())
+        started = self._clock()
+        executable = self._engine.client.compile(text, 0, plan.homes, options)
+        return executable, (self._clock() - started) * 1e3
+
+    def _launch_us(self, executable: Any, arguments: list[torch.Tensor]) -> float:
+        arrays, rounds = [self._engine.client.upload(argument, 0) for argument in arguments], []
+        for _ in range(ROUNDS):
+            started = self._clock()
+            for _ in range(LAUNCHES):
+                executable.execute_sharded(arrays, with_tokens=True).consume_token().block_until_ready()
+            rounds.append((self._clock() - started) / LAUNCHES * 1e6)
+        return min(rounds)
+
+
+def fitted(columns: Sequence[Sequence[float]], found: Sequence[float], noise: float = 0.0) -> list[float]:
+    """The plane through points whose errors grow with the roots of what was found."""
+    weights = 1 / np.sqrt(np.abs(found) + noise)
+    made, *_ = np.linalg.lstsq(np.array(columns).T * weights[:, None], np.array(found) * weights, rcond=None)
+    return [float(x) for x in made]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", choices=[[], *unseen.PROGRAMS])
-    parser.add_argument("--laps", type=int, default=3)
+    parser.add_argument("--laps", type=int, default=4)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows, found = [["program", "programs", "ops", "kB", "usual, ms", "first tier, ms"]], list[Row]()
+    rows, found = [["program", "programs", "ops", "kB", "usual, ms", "first tier, ms", "launches, us"]], list[Row]()
     with config.using(tiers="off", sweep=False, cache="off"):
         torch.ones(2, device="tpu").cpu()
         for name in arguments.programs or NAMES:
-            made = list(measure(name, arguments.laps).values())
-            ops, text_bytes, usual, first = map(sum, zip(*made, strict=True))
-            rows.append([name, str(len(made)), str(ops), f"{text_bytes / 1e3:.0f}", f"{usual:.0f}", f"{first:.0f}"])
+            made = Meter().measure(name, arguments.laps)
+            (usual, first), (run, run_first) = (np.sum([row[i] for row in made], 0) for i in (5, 6))
+            counts = len(made), sum(row.ops for row in made), round(sum(row.kilobytes for row in made))
+            rows.append([name, *map(str, counts), f"{usual:.0f}", f"{first:.0f}", f"{run:.0f}, {run_first:.0f}"])
             found += made
     print(peers.table(rows))
-    for what, column in (("usual", 2), ("first tier", 3)):
-        program_ms, kilobyte_ms = fitted(np.array([(row[1] / 1e3, row[column]) for row in found]))
-        print(f"{what}: {program_ms:.0f} ms a program and {kilobyte_ms:.1f} ms for 1000 bytes of its text")
-
-
-def fitted(points: Any) -> Any:
-    """The line through points, where errors grow with the root of the second coordinate."""
-    x, y = points.T
-    weights = 1 / np.sqrt(y)
-    return np.linalg.lstsq(np.stack([weights, x * weights], 1), y * weights, rcond=None)[0]
+    sizes = [[1.0] * len(found), [row.kilobytes for row in found]]
+    for what, place in (("usual", 0), ("first tier", 1)):
+        a, b = fitted(sizes, [row.compile_ms[place] for row in found])
+        print(f"{what}: {a:.0f} ms a program and {b:.1f} ms a kB")
+    counts = [[row[i] for row in found] for i in (0, 2, 3, 4)]
+    losses = [row.launch_us[1] - row.launch_us[0] for row in found]
+    op, plain, padded, drawn = fitted(counts, losses, noise=20.0)
+    print(f"a launch of the first tier loses {op:.1f} us an op, and for an element {plain * 1e3:.1f} ns,", end=" ")
+    print(f"{padded * 1e3:.1f} where it is padded and {drawn * 1e3:.0f} where it is drawn")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ built_torch_version: str
 class Plan:
     """A program to compile; answered once by `ready` or `failed`, from any thread.
 
-    `nearest` says, under policy frozen, which known region has most in common with it and where they part.
+    `regions`, known ones too, had ended on its line by then. `nearest` says, under policy frozen, which known region
+    has most in common with it and where they part.
     """
 
     @property
@@ -23,6 +24,8 @@ class Plan:
     def device(self) -> int: ...
     @property
     def line(self) -> str: ...
+    @property
+    def regions(self) -> int: ...
     @property
     def nearest(self) -> str: ...
     @property

@@ -243,7 +243,7 @@ class Engine:
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
         try:
-            pieces = self._variants.known_pieces(program, device)
+            pieces = self._variants.known_pieces(program, device, plan.regions)
         except Exception as error:  # noqa: BLE001 -- as below
             pieces = []
             failed.append(("pieces", error))

@@ -75,6 +75,7 @@ class Plan:
         self.program, self.device, self.line, self.run = program, device, program.line, ""
         self.nearest = ""
         self.before = None
+        self.regions = 1
         self.executable: Any = None
         self.error: Any = None
         self._done = threading.Event()

@@ -27,6 +27,7 @@ from .tiers import FirstTier
 _MOST_PLACES = 1 << 14  # source lines that are remembered
 _MOST_SIZES = 3  # programs of one piece that are remembered
 _MOST_PLACED = 4  # padded programs for single places of what is one program for all places
+_FEWEST_NEW = 0.25  # of the regions that end on a line, where new ones keep coming
 _FEWEST_SIZES = 2  # of one piece that tell that one size of it keeps changing
 
 
@@ -86,6 +87,7 @@ class Stock:
         self._padded: OrderedDict[Program, Plan] = OrderedDict()
         self._undivided: OrderedDict[str, None] = OrderedDict()  # keys of programs
         self._visits: dict[str, int] = {}  # regions of one line that were new
+        self._regions: dict[str, int] = {}  # and all of them
         self._spent: dict[str, float] = {}  # work, by lines
         # What is in use, by identity, device and lines.
         self._executables: WeakValueDictionary[tuple[int, int, tuple[str, ...]], Launchable] = WeakValueDictionary()
@@ -102,6 +104,18 @@ class Stock:
                 self._visits.clear()
             self._visits[line] = self._visits.get(line, 0) + 1
             return self._visits[line]
+
+    def note_regions(self, line: str, regions: int) -> None:
+        """So many have ended on this line, known ones too."""
+        with self._lock:
+            if len(self._regions) >= _MOST_PLACES:
+                self._regions.clear()
+            self._regions[line] = regions
+
+    def keeps_being_new(self, line: str) -> bool:
+        """Whether many of the regions that end on this line are new."""
+        with self._lock:
+            return self._visits.get(line, 0) >= _FEWEST_NEW * self._regions.get(line, 0)
 
     def spent(self, line: str) -> float:
         """The work of compiling regions whole that ended on this line."""

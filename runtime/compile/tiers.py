@@ -27,9 +27,9 @@ class FirstTier(NamedTuple):
     With the usual options a program compiles for `program_ms`, and `kilobyte_ms` for each 1000 bytes of its text;
     without them a launch takes `op_us` longer for each op, `element_ns` for each element that an op makes, `padded_ns`
     where its arrays are padded, `drawn_ns` for a random one, `normal_ns` if that is normally distributed, and
-    `launch_us` for each program that it is made of. A piece for whose usual options
-    `large_launches` launches pay is compiled with these. Nobody waits for a program that compiles longer than
-    `patience_ms`, if there is one of the first tier to run meanwhile.
+    `launch_us` for each program that it is made of. A piece for whose usual options `large_launches` launches pay is
+    compiled with these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one of the
+    first tier to run meanwhile.
 
     A region of at least `least_ops` ops, or of two where new ones keep coming, is made of pieces where those that are
     new take at most `most_missing` of the time to compile that what would have to be compiled otherwise takes; a
@@ -97,12 +97,14 @@ def _made(op: Op) -> int:
     return sum(math.prod(made.sizes) for made in results_of(op))
 
 
-# Version 5. The options, `element_ns` and `drawn_ns` are measured: with jaxlib 0.10.2 by benchmarks/compile_tiers.py,
-# for tpu by libtpu 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py; so is `op_ms` of cpu, by
-# benchmarks/compile_price.py. The options of gpu are measured by compile_tiers.py on an H200 with jaxlib 0.11.2, and
-# its `op_ms` is a third of what compile_price.py found there: such a machine has cores to spare. The README there has
-# the figures. The others are estimates that no script measures. A platform that is not named here was not measured, and
-# has one tier.
+# Version 6. The options and `normal_ns` are measured with jaxlib 0.10.2 by benchmarks/compile_tiers.py, and what cpu
+# has of `program_ms`, `kilobyte_ms`, `op_us`, `element_ns`, `padded_ns` and `drawn_ns` by
+# benchmarks/compile_price.py; `program_ops` is what both tell of the first tier. What tpu has is measured by libtpu
+# 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py, for each op, which has some 1400 bytes. The
+# options of gpu are measured by compile_tiers.py on an H200 with jaxlib 0.11.2, and its `kilobyte_ms` is a third of
+# what compile_price.py found there for each op: such a machine has cores to spare. The README there has the figures.
+# The others are estimates that no script measures. A platform that is not named here was not measured, and has one
+# tier.
 FIRST_TIERS: Mapping[str, FirstTier] = {
     "cpu": FirstTier(
         (

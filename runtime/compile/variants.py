@@ -118,15 +118,17 @@ class VariantBuilder:
         self.refused: set[str] = set()
         self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
 
-    def known_pieces(self, program: Program, device: int) -> list[Piece]:
-        """The pieces of a region that is not looked at as a whole: new regions keep ending on its line, and it is made
-        of what others were made of, for the most part. None where that is not so."""
+    def known_pieces(self, program: Program, device: int, regions: int) -> list[Piece]:
+        """The pieces of a region that is not looked at as a whole: new regions keep ending on its line, where so many
+        have ended, and it is made of what others were made of, for the most part. None where that is not so."""
         first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
-        if first is None or not (visits > first.most_visits or is_forced):
+        self.stock.note_regions(program.line, regions)
+        is_often_new = first is not None and self._is_often_new(first, program.line, visits)
+        if first is None or not (is_often_new or is_forced):
             return []
         if not first.may_divide(program, is_often_new=True):
             return []
-        pieces = self.stock.divide(program, is_often_new=visits > first.most_visits)
+        pieces = self.stock.divide(program, is_often_new=is_often_new)
         new = self.stock.new_among(pieces)
         is_known = sum(p.num_ops for p in new) <= first.most_missing * sum(p.num_ops for p in pieces)
         is_worth_it = is_known and not first.is_paid_at_once(program)
@@ -141,7 +143,7 @@ class VariantBuilder:
         first, is_forced = self.first_tier(), self.knob("tiers") == "pieces"
         if first is None:
             return []
-        is_often_new = self.stock.visits(program.line) > first.most_visits
+        is_often_new = self._is_often_new(first, program.line, self.stock.visits(program.line))
         if not first.may_divide(program, is_often_new=is_often_new or is_forced):
             return []
         undivided, absent = self.stock.new_undivided(usual)
@@ -154,11 +156,15 @@ class VariantBuilder:
             is_worth_it = sum(p.num_ops for p in new) <= share * sum(p.num_ops for p in pieces)
         else:
             compiled, work = self.stock.compiled_among(new), first.work(len(each.ops) for each in absent)
-            spent = self.stock.spent(program.line)
+            spent = self.stock.spent(program.line) if self.stock.keeps_being_new(program.line) else 0.0
             is_worth_it = first.is_divided((piece.num_ops for piece in compiled), work, spent)
             if not (pieces and is_worth_it):
                 self.stock.spend(program.line, first.work(len(each.ops) for each in undivided))
         return self._there(pieces, device) if is_worth_it else []
+
+    def _is_often_new(self, first: FirstTier, line: str, visits: int) -> bool:
+        """Whether new regions keep ending on a line, where so many did."""
+        return visits > first.most_visits and self.stock.keeps_being_new(line)
 
     def _there(self, pieces: list[Piece], device: int) -> list[Piece]:
         """The pieces, but for those that would have to be compiled where nothing may be."""

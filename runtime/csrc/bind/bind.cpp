@@ -225,6 +225,7 @@ void bind_engine_types(py::module& m) {
       .def_property_readonly("before", [](const Plan& p) { return p.before; })
       .def_property_readonly("device", [](const Plan& p) { return static_cast<int>(p.device); })
       .def_property_readonly("line", [](const Plan& p) { return p.line; })
+      .def_property_readonly("regions", [](const Plan& p) { return p.regions; })
       .def_property_readonly("nearest", [](const Plan& p) { return p.nearest; })
       .def_property_readonly("run", [](const Plan& p) { return describe_run(p, p.entry.get(), p.line); })
       .def("ready", [](Plan& p, py::object executable) { plan_ready(p, executable.ptr()); })

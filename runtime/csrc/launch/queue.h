@@ -25,6 +25,7 @@ struct Plan {
   const c10::DeviceIndex device;
   std::shared_ptr<Plan> before;            // until it is planned: one of the same ops, whose sizes it may have outgrown
   std::string line;                        // where its first region ended
+  int64_t regions = 0;                     // that had ended there by then
   std::string nearest;                     // under policy frozen: the known region that has most in common
   const std::shared_ptr<CodePlace> entry;  // where that began
   std::atomic<State> state{kNew};

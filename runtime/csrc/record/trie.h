@@ -194,7 +194,8 @@ struct Trie {
   std::list<Node*> ends;  // where regions ended, the latest first; every leaf that is not being recorded is one
   int walks = 0;          // while somebody holds nodes that the pending region has left, nothing is forgotten
   int wholes = 0;         // values that have a subgraph of their own
-  std::unordered_map<uint64_t, Stream> streams;  // by skeleton
+  std::unordered_map<uint64_t, Stream> streams;      // by skeleton
+  std::unordered_map<std::string, int64_t> regions;  // that ended on a line, known ones too
 };
 
 // The numbers a call hands to lifted arguments, in argument order.

@@ -14,8 +14,9 @@
 namespace torchtpu {
 
 namespace {
-constexpr int kFewestOpsToMark = 4;  // an optimizer step that ends so small a region is no boundary
-constexpr size_t kMostPlans = 64;    // of one end: the oldest goes
+constexpr int kFewestOpsToMark = 4;     // an optimizer step that ends so small a region is no boundary
+constexpr size_t kMostPlans = 64;       // of one end: the oldest goes
+constexpr size_t kMostLines = 1 << 14;  // where regions ended, that are counted
 }  // namespace
 
 namespace {
@@ -107,6 +108,8 @@ const std::vector<uint8_t>& agree_on_donation(Node& node, const std::vector<uint
 std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live, const std::vector<uint8_t>& free,
                                   const std::string& line) {
   Node& node = *r.at;
+  if (r.trie->regions.size() >= kMostLines) r.trie->regions.clear();
+  r.trie->regions[line]++;
   // A build that failed is forgotten: who needs the program again builds it again.
   std::erase_if(node.plans, [](const auto& known) { return known->state == Plan::kFailed; });
   for (auto& plan : node.plans) {
@@ -200,6 +203,7 @@ std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, 
   plan->has_effects = has_effects(r.at);
   plan->is_pure = !plan->has_effects && writes_nothing(r.at, plan->outputs);
   plan->line = line;
+  plan->regions = r.trie->regions[line];
   if (runtime.policy.is_frozen) plan->nearest = describe_nearest(r.at);
   enqueue_plan(plan);
   return plan;
