@@ -309,14 +309,13 @@ def test_dynamic_sizes_train() -> None:
 def test_a_changing_number_compiles_no_program() -> None:
     compiled = torch.compile(lambda x, s: x * s + s)
     x = batch()
+    expected = x.cpu()
     for i in range(4):
-        compiled(x, 0.1 + i)
-    torch.tpu.synchronize()
+        compiled(x, 0.1 + i).cpu()
     metrics.reset()
     for i in range(4, 8):
-        torch.testing.assert_close(compiled(x, 0.1 + i), x * (0.1 + i) + (0.1 + i))
-    torch.tpu.synchronize()
-    assert metrics.snapshot()["programs_compiled"] <= 1, "the reference's"
+        torch.testing.assert_close(compiled(x, 0.1 + i).cpu(), expected * (0.1 + i) + (0.1 + i))
+    assert metrics.snapshot()["programs_compiled"] == 0
 
 
 def test_a_stance_is_followed() -> None:
