@@ -631,3 +631,30 @@ def test_layers_that_differ_are_not_divided_and_regions_that_keep_differing_are(
     for _ in range(8):
         lap([rng.choice((3, 5, 7)) for _ in range(rng.randint(5, 9))])
     assert metrics.snapshot()["regions_in_pieces"] > 0
+
+
+FUNCTIONS = [torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.erf, torch.atan, torch.asinh, torch.neg]
+
+
+def chained(first: int, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.ones(3, 4, device="tpu", dtype=dtype)
+    for function in FUNCTIONS[first:] + FUNCTIONS[:first]:
+        x = function(x)
+    return x.sum()
+
+
+def test_regions_of_a_line_are_not_divided_where_few_are_new() -> None:
+    _C.forget_streams()
+    metrics.reset()
+    for first in range(len(FUNCTIONS)):
+        for _ in range(12):
+            chained(first, torch.float64).item()
+    assert metrics.snapshot()["regions_in_pieces"] == 0
+
+
+def test_regions_of_a_line_are_divided_where_all_are_new() -> None:
+    _C.forget_streams()
+    metrics.reset()
+    for first in range(len(FUNCTIONS)):
+        chained(first, torch.float32).item()
+    assert metrics.snapshot()["regions_in_pieces"] > 0

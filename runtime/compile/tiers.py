@@ -33,10 +33,10 @@ class FirstTier(NamedTuple):
 
     A region of at least `least_ops` ops, or of two where new ones keep coming, is made of pieces where those that are
     new take at most `most_missing` of the time to compile that what would have to be compiled otherwise takes; a
-    program takes what `program_ops` of its ops do beside them. So is one whose pieces take half the time that it and
-    those before it that ended on its line take whole: others may come that have pieces in common with it. Where there
-    were more than `most_visits`, pieces may have at most `most_missing` of the region's ops that are new: what is there
-    of the whole is not asked.
+    program takes what `program_ops` of its ops do beside them. Where new regions keep ending on its line, so is one
+    whose pieces take half the time that it and those before it there take whole: others may come that have pieces in
+    common with it. Where there were more than `most_visits`, pieces may have at most `most_missing` of the region's ops
+    that are new: what is there of the whole is not asked.
     """
 
     options: Options
