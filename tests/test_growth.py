@@ -5,19 +5,22 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from script import run_script
 from torch import Tensor
 from torch.nn import functional as F
 
 from torchtpu import config, metrics, startup
 from torchtpu.runtime.lowering.templates import Templates
-from torchtpu.runtime.padding import arrays, evaluate
-from torchtpu.runtime.padding.layout import Size, least_in, padded_capacity
+from torchtpu.runtime.padding import arrays, ask, evaluate
+from torchtpu.runtime.padding.ask import Step
+from torchtpu.runtime.padding.layout import Size, padded_capacity
 
 pytestmark = pytest.mark.usefixtures("in_one_tier")
 
@@ -141,7 +144,7 @@ def test_a_cache_that_grows_is_a_program_for_each_room() -> None:
             found.append(F.scaled_dot_product_attention(step, keys, values).cpu())
         return [*found, keys.cpu(), values.cpu()]
 
-    assert same_on_both(loop) == (4, 58)  # two as they are, then 32 and 64
+    assert same_on_both(loop) == (3, 58)  # two as they are, then 128
     assert same_on_both(loop)[0] == 0
 
 
@@ -370,19 +373,8 @@ def test_capacities_are_few_and_not_much_longer_than_what_counts() -> None:
     assert all(n <= padded_capacity(n) <= 1.25 * n for n in range(1025, 100_000, 7))
 
 
-@pytest.mark.parametrize("left_out", [(), (16, 64)], ids=["all", "few"])
-@pytest.mark.parametrize("least", [8, 32])
-def test_the_sizes_of_a_capacity_are_those_that_get_it(least: int, left_out: tuple[int, ...]) -> None:
-    for size in range(2, 3000):
-        capacity = padded_capacity(size, least, left_out)
-        fewest = least_in(capacity, least, left_out)
-        assert capacity not in left_out
-        assert {padded_capacity(n, least, left_out) for n in (fewest, size, capacity)} == {capacity}
-        assert fewest == 2 or padded_capacity(fewest - 1, least, left_out) < capacity
-
-
 def test_where_arrays_are_small_sizes_take_fewer_programs() -> None:
-    """A network of 64 units, on batches of 20 to 90 rows, has two capacities."""
+    """A network of 64 units, on batches of 20 to 90 rows, has one capacity."""
 
     def loop(device: str) -> list[Tensor]:
         torch.manual_seed(3)
@@ -391,8 +383,73 @@ def test_where_arrays_are_small_sizes_take_fewer_programs() -> None:
         return [model(torch.rand(rng.randint(20, 90), 16).to(device)).detach().cpu() for _ in range(30)]
 
     compiled, padded = same_on_both(loop)
-    assert compiled == 2 + 2  # the first two as they are
+    assert compiled == 2 + 1  # the first two as they are
     assert padded >= 25
+
+
+def rows_of(device: str, sizes: Sequence[int], columns: int) -> list[Tensor]:
+    """Something of rows that are not few elements."""
+    weight = (0.05 * torch.randn(columns, 8, generator=torch.Generator().manual_seed(0))).to(device)
+    return [torch.tanh(torch.rand(size, columns).to(device) @ weight).cpu() for size in sizes]
+
+
+def test_sizes_take_the_form_of_larger_ones_that_is_not_much_larger() -> None:
+    sizes = [100, 90, 200, 70, 130, 64, 256, 60]
+    assert same_on_both(lambda device: rows_of(device, sizes, 300)) == (2 + 1, 6)
+    assert same_on_both(lambda device: rows_of(device, [20, 300, 33], 300)) == (2, 3)
+
+
+def test_a_form_that_many_programs_would_have_is_made() -> None:
+    sizes = [100, 90, 200, *range(34, 64)]
+    assert same_on_both(lambda device: rows_of(device, sizes, 301)) == (2 + 2, len(sizes) - 2)
+
+
+LARGER = """
+    import torch
+    from torchtpu import config, metrics
+    config.set(policy="{policy}", tiers="off")
+    weight = torch.randn(300, 8, generator=torch.Generator().manual_seed(0)).to("tpu")
+    for size in {sizes}:
+        x = torch.full((size, 300), 0.01)
+        torch.testing.assert_close(torch.tanh(x.to("tpu") @ weight).cpu(), torch.tanh(x @ weight.cpu()))
+    print(metrics.snapshot()["programs_compiled"])
+"""
+
+
+def test_frozen_takes_the_form_of_larger_sizes_that_another_process_made(tmp_path: Path) -> None:
+    where = {"TORCHTPU_CACHE_DIR": str(tmp_path)}
+    for policy, sizes, compiled in (("background", [100, 90, 200, 70], "3\n"), ("frozen", [60, 70, 100], "0\n")):
+        ended = run_script(LARGER.format(policy=policy, sizes=sizes), **where)
+        assert (ended.status, ended.out) == (0, compiled), ended.err
+
+
+@pytest.mark.parametrize("sizes", [[64, 40, 52, 46], [9, 33, 65, 29]], ids=str)
+def test_how_sizes_follow_is_asked_of_the_ops(sizes: list[int]) -> None:
+    """Where several quotients fit what was seen, the first guess is right."""
+
+    def loop(device: str, sizes: Sequence[int]) -> list[Tensor]:
+        torch.manual_seed(5)
+        layers = [torch.nn.Conv1d(2, 4, 5, 3, 1), torch.nn.MaxPool1d(2), torch.nn.Conv1d(4, channels, 4, 2)]
+        net = torch.nn.Sequential(*layers).to(device)
+        return [net(torch.rand(2, 2, 40 + size).to(device)).cpu() for size in sizes]
+
+    channels = sizes[0]
+    same_on_both(lambda device: loop(device, sizes), rtol=1e-4, atol=1e-5)
+    more = [77, 43, 80, 71, 55, 62, 38, 74]
+    assert same_on_both(lambda device: loop(device, more), rtol=1e-4, atol=1e-5) == (0, len(more))
+
+
+@pytest.mark.parametrize("given", [Step(2, 3, -1), Step(0, 1, 4), Step(9, 20, -2), Step(31, 32, 0)], ids=str)
+def test_a_step_is_found_from_a_few_sizes(given: Step) -> None:
+    for n in range(40, 80):
+        found = ask.step_of(given.of, n)
+        assert found is not None
+        assert [found.of(k) for k in range(40, 200)] == [given.of(k) for k in range(40, 200)]
+
+
+@pytest.mark.parametrize("size", [lambda n: 3 * n, lambda n: 100 - n, lambda n: 7, lambda n: n // 13], ids=range(4))
+def test_what_is_no_step_is_none(size: Callable[[int], int]) -> None:
+    assert ask.step_of(size, 50) is None
 
 
 def test_rows_of_two_sizes_taken_together_are_their_product() -> None:

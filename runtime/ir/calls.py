@@ -177,11 +177,17 @@ def bind(schema: torch.FunctionSchema, values: Sequence[Any]) -> tuple[list[Any]
 
 
 @functools.cache
-def schema_of(op_name: str) -> torch.FunctionSchema:
-    """The schema of `add_.Tensor` and the like, and of `mylib::scale`."""
+def operator_of(op_name: str) -> torch._ops.OpOverload[..., Any]:
+    """PyTorch's `add_.Tensor` and the like, and `mylib::scale`."""
     packet, _, overload = op_name.partition(".")
     namespace, _, packet = packet.rpartition("::")
     packets = getattr(torch.ops, namespace or "aten")
-    schema = getattr(getattr(packets, packet), overload or "default")._schema
-    assert isinstance(schema, torch.FunctionSchema)
-    return schema
+    found = getattr(getattr(packets, packet), overload or "default")
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
+
+
+@functools.cache
+def schema_of(op_name: str) -> torch.FunctionSchema:
+    """The schema of `add_.Tensor` and the like, and of `mylib::scale`."""
+    return operator_of(op_name)._schema

@@ -49,6 +49,8 @@ from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.ir.strided_access import find_access, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
 
+from .ask import Askable
+
 # The shortest dimension in memory: one that saves programs, and one that saves work where the largest array would have
 # so many elements, or fewer if a size seems to stay so small.
 _LEAST_CAPACITY, _SHORT_CAPACITY = 32, 8
@@ -56,7 +58,13 @@ _MANY_ELEMENTS, _FEW_ELEMENTS = 1 << 18, 1 << 12
 # Where the largest array has so few elements, computing what does not count costs less than a program of its own, and
 # these capacities are left out.
 _FEWEST_PROGRAMS, _LEFT_OUT = 1 << 14, (16, 64)
-_WIDEST_DOUBLING = 1024  # above it capacities are an eighth of a power of two apart
+# The shortest dimension of a size where no array that depends on it then has more elements than so many.
+_ROOMY_CAPACITY, _MOST_ROOMY = 128, 1 << 13
+# Above it capacities are an eighth of a power of two apart, where arrays are not few elements.
+_WIDEST_DOUBLING = 1024
+# How many times as large as its own a form may be that a program is given, and for how many programs if more than a
+# little larger.
+_MOST_WASTE, _LITTLE_WASTE, _MOST_LENT = 4, 2, 16
 _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any stride
 _MOST_SIZE = 2**31 - 1
 _LEAST_BUCKET = 8  # whoever rounds sizes up to powers of two from here on pads already
@@ -172,24 +180,15 @@ FindConditions = Callable[[Program], Iterable[tuple[Op, tuple[str, ...]]]]
 Leaf = Any  # a slot: an int or a `Size`; None in an outline that only says what programs have in common
 
 
-def padded_capacity(size: int, least: int = _LEAST_CAPACITY, left_out: Sequence[int] = ()) -> int:
+def padded_capacity(
+    size: int, least: int = _LEAST_CAPACITY, left_out: Sequence[int] = (), widest: int = _WIDEST_DOUBLING
+) -> int:
     """How long a dimension of so many elements is in memory, where it is at least so long."""
     doubled = 1 << (size - 1).bit_length()
-    if doubled > _WIDEST_DOUBLING:
+    if doubled > widest:
         step = doubled // 8
         return max(least, -(-size // step) * step)
     return max(least, doubled * 2 if doubled in left_out else doubled)
-
-
-def least_in(capacity: int, least: int, left_out: Sequence[int] = ()) -> int:
-    """The fewest elements that get this capacity."""
-    if capacity <= least:
-        return _LEAST_SIZE
-    doubled = 1 << (capacity - 1).bit_length()
-    if doubled > _WIDEST_DOUBLING:
-        return capacity - doubled // 8 + 1
-    shorter = doubled // 2
-    return (shorter // 2 if shorter in left_out and shorter > least else shorter) + 1
 
 
 # ---- outlines
@@ -425,18 +424,22 @@ def _is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 class _Fit:
     """Guesses what the slots of several programs are, from a column each: what it is in each of the programs."""
 
-    def __init__(self, programs: int) -> None:
+    def __init__(self, programs: Sequence[Program]) -> None:
         self.variables: dict[str, tuple[int, ...]] = {}
         self._programs = programs
         self._known: dict[tuple[int, ...], Leaf] = {}
 
     def of(self, column: tuple[int, ...], *, is_input: bool) -> Leaf:
         """What the slot is: an int, or a size, if need be that of a new variable."""
-        if column.count(column[0]) == self._programs:
+        if column.count(column[0]) == len(column):
             return column[0]
         if column not in self._known:
             self._known[column] = self._fit(column, is_input=is_input) or self._variable(column)
         return self._known[column]
+
+    def known(self, column: tuple[int, ...]) -> Leaf:
+        """What a slot is that `of` was asked for, or the most that another one is."""
+        return self._known.get(column, max(column))
 
     def _variable(self, column: tuple[int, ...]) -> Size:
         if len(self.variables) == MOST_VARIABLES:
@@ -456,9 +459,32 @@ class _Fit:
         if is_input:
             found = self._product(column) if is_sure else None
             return found if found is not None and found.is_plain else None
+        found = self._asked(column)
+        if found is not None:
+            return found
         found = self._sum(column) or self._product(column) or self._quotient(column)
         is_alike = found is not None and max(abs(found.constant), abs(found.after)) < _MOST_CHANCE
         return found if is_alike or is_sure else None
+
+    @functools.cached_property
+    def _askable(self) -> Askable:
+        return Askable(self._programs)
+
+    def _asked(self, column: tuple[int, ...]) -> Size | None:
+        """What the op that makes a size says that it is."""
+        for name, values in self.variables.items():
+            step = self._askable.step(column, functools.partial(self._at, name), values)
+            if step is not None:
+                return Size(((1, ((name, 0),)),), *step)
+        return None
+
+    def _at(self, name: str, column: tuple[int, ...], n: int) -> int:
+        """What a known slot is where a variable is n, and the others are what they are in the first program."""
+        if column.count(column[0]) == len(column):
+            return column[0]
+        leaf = self._known[column]
+        values = {each: n if each == name else of[0] for each, of in self.variables.items()}
+        return leaf.value(values) if isinstance(leaf, Size) else leaf
 
     def _sum(self, column: tuple[int, ...]) -> Size | None:
         for (x, xs), (y, ys) in itertools.combinations(self.variables.items(), 2):
@@ -510,7 +536,8 @@ def _line(name: str, values: Sequence[int], column: Sequence[int]) -> Size | Non
 @dataclass(frozen=True, slots=True)
 class PaddedProgram:
     """A program of longer arrays. After its own run-time ints it takes `numbers`; `inputs` and `outputs` are the
-    shapes that count, by place, of the arrays that are longer. Its form is what the programs `samples` have in common.
+    shapes that count, by place, of the arrays that are longer. Its form was made for the first of the programs
+    `samples`, and is what the others have in common.
     """
 
     program: Program
@@ -524,7 +551,8 @@ class PaddedProgram:
 class PaddedForm:
     """What padded programs of the same capacities have in common: `program` with the run-time ints `numbers`, the
     inputs that are longer, and the outputs, these with what makes them: an op and which of its results, or -1 and an
-    input. `executables` is for what runs it, by device, while something holds that.
+    input. It was made for the program `first`. `executables` is for what runs it, by device, while something holds
+    that.
     """
 
     def __init__(
@@ -533,8 +561,10 @@ class PaddedForm:
         numbers: tuple[Size, ...],
         inputs: tuple[int, ...],
         outputs: tuple[tuple[int, int, int], ...],
+        first: Program,
     ) -> None:
         self.program = program
+        self._first = first
         self.executables: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._numbers = numbers
         self._inputs = inputs
@@ -549,7 +579,12 @@ class PaddedForm:
         }
         inputs = {i: program.inputs[i].shape for i in self._inputs}
         return PaddedProgram(
-            self.program, tuple([n.value(values) for n in self._numbers]), inputs, outputs, samples, self
+            self.program,
+            tuple([n.value(values) for n in self._numbers]),
+            inputs,
+            outputs,
+            (self._first, *samples),
+            self,
         )
 
     def check(self, padded: PaddedProgram, find: FindConditions) -> None:
@@ -570,7 +605,7 @@ class Template:
         self.samples = tuple(samples.values())
         if len({_shapes(program) for program in self.samples}) < 2:
             raise Refused("numbers change, and no size")
-        fit = _Fit(len(samples))
+        fit = _Fit(self.samples)
         inputs = sum(map(len, shared.inputs))
         self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(zip(*samples, strict=True))]
         if not fit.variables:
@@ -586,16 +621,26 @@ class Template:
         self._constants = _at(places.pop(None, []))
         self._expected = self._constants(self._slots)
         self._sizes = {size: _at(where) for size, where in places.items()}
+        self._values = fit.variables
         self._behind = {name: self._longest(name) for name in fit.variables}
+        self._shapes = self._shapes_of(fit)
         elements = self._most_elements({})
         self._shortest = {name: self._capacity_of(name, values, elements) for name, values in fit.variables.items()}
-        elements = self._most_elements({values: self._shortest[name] for name, values in fit.variables.items()})
+        elements = self._most_elements(self._shortest)
         self._left_out = _LEFT_OUT if elements <= _FEWEST_PROGRAMS else ()
+        self._widest = _WIDEST_DOUBLING if 2 * elements > _MANY_ELEMENTS else _MOST_SIZE
+        for name in self._homes:
+            roomy = self._shortest | {name: _ROOMY_CAPACITY}
+            if self._most_elements(roomy, of=name) <= _MOST_ROOMY:
+                self._shortest = roomy
+        self._is_wide = True  # a form is for all smaller sizes, too
         self._sized: Outline | None = None  # with expressions for slots
         self._limits: dict[str, tuple[int, int]] = {}
         self._wholes: dict[str, str] = {}
         self._bounded: tuple[str, ...] | None = None  # the variables that capacities follow from; the others are places
         self._programs: dict[tuple[Bound, ...], PaddedForm] = {}
+        self._largest: dict[tuple[Bound, ...], int] = {}  # elements of an array
+        self._lent: dict[tuple[Bound, ...], int] = {}  # programs in larger forms than theirs would be
 
     def pad(
         self,
@@ -619,7 +664,16 @@ class Template:
             raise Refused(f"{self._misfit(slots, values)} does not follow from the sizes {sizes}")
         form = self._form(program, values, is_new=is_new)
         padded = form.of(program, values, self.samples)
-        form.check(padded, find)
+        try:
+            form.check(padded, find)
+        except Refused:
+            raise
+        except Exception:
+            if not self._is_wide:
+                raise
+            self._is_wide = False  # that a size is no smaller may be what a lowering needs
+            self._programs.clear()
+            return self.pad(program, slots, find, most_variables, is_new=is_new)
         return padded
 
     def _misfit(self, slots: Sequence[int], values: Mapping[str, int]) -> int:
@@ -638,7 +692,8 @@ class Template:
             sized = outline(program, _SlotWriter(self._slots), self._is_special)
             self._limits, self._wholes, self._sized = _limits_of(sized.calls), _wholes_of(sized.calls), sized
         if self._bounded is not None:
-            known = self._programs.get(tuple([self._bound(name, values) for name in self._bounded]))
+            own = tuple([self._bound(name, values) for name in self._bounded])
+            known = self._programs.get(own) or self._larger(own, values)
             if known is not None:
                 return known
         if not is_new:
@@ -648,22 +703,51 @@ class Template:
         self._bounded = tuple(maker.bounds)
         return self._programs.setdefault(tuple(maker.bounds.values()), made)
 
-    def _most_elements(self, shortest: Mapping[tuple[int, ...], int]) -> int:
-        """How many the largest array has, at least, where dimensions that change are so short in memory, by what they
-        are in the programs, and no other one is."""
-        most = 0
+    def _larger(self, own: tuple[Bound, ...], values: Mapping[str, int]) -> PaddedForm | None:
+        """The smallest form that has room for these values and is not much larger than their own would be, which many
+        programs pay for."""
+        assert self._bounded is not None
+        sizes = [values[name] for name in self._bounded]
+        found = [
+            (self._elements(bounds), form)
+            for bounds, form in list(self._programs.items())
+            if all(bound.least <= size <= bound.most for size, bound in zip(sizes, bounds, strict=True))
+        ]
+        if not found:
+            return None
+        elements, form = min(found, key=lambda each: each[0])
+        waste = elements / self._elements(own)
+        if elements > _FEWEST_PROGRAMS and waste > _LITTLE_WASTE:
+            self._lent[own] = self._lent.get(own, 0) + 1
+            if waste > _MOST_WASTE or self._lent[own] > _MOST_LENT:
+                return None
+        return form
+
+    def _elements(self, bounds: tuple[Bound, ...]) -> int:
+        """How many the largest array has in the form for these bounds."""
+        if bounds not in self._largest:
+            assert self._bounded is not None
+            find = dict(zip(self._bounded, bounds, strict=True)).__getitem__
+            sizes = ([s.capacity(find) if isinstance(s, Size) else s for s in shape] for shape in self._shapes)
+            self._largest[bounds] = max(map(math.prod, sizes))
+        return self._largest[bounds]
+
+    def _shapes_of(self, fit: _Fit) -> set[tuple[Leaf, ...]]:
+        """The shapes of arrays that change."""
+        found = set()
         for bases in zip(*(bases_of(program).values() for program in self.samples), strict=True):
-            dims = zip(*(base.shape for base in bases), strict=True)
-            most = max(
-                most,
-                math.prod(
-                    max(sizes)
-                    if len({*sizes}) == 1
-                    else padded_capacity(max(sizes), shortest.get(sizes, _LEAST_CAPACITY))
-                    for sizes in dims
-                ),
-            )
-        return most
+            found.add(tuple(map(fit.known, zip(*(base.shape for base in bases), strict=True))))
+        return {shape for shape in found if any(isinstance(size, Size) for size in shape)}
+
+    def _most_elements(self, shortest: Mapping[str, int], of: str = "") -> int:
+        """How many the largest array has, at least, where sizes are so short in memory, of those that depend on one."""
+        longest = {
+            name: padded_capacity(max(self._values[name]) + self._behind[name], shortest.get(name, _LEAST_CAPACITY))
+            for name in self._homes
+        }
+        shapes = (s for s in self._shapes if not of or any(isinstance(d, Size) and of in d.variables for d in s))
+        sizes = ([d.value(longest) if isinstance(d, Size) else d for d in shape] for shape in shapes)
+        return max(map(math.prod, sizes), default=0)
 
     def _capacity_of(self, name: str, values: Sequence[int], elements: int) -> int:
         """How long a dimension of a variable's size is in memory, at least. What is longer now than ever before may go
@@ -680,24 +764,32 @@ class Template:
         return max([0, *(constant for constant in alike if constant <= _MOST_BEHIND)])
 
     def _capacity(self, name: str, value: int) -> int:
-        return padded_capacity(value + self._behind[name], self._shortest[name], self._left_out)
+        return padded_capacity(value + self._behind[name], self._shortest[name], self._left_out, self._widest)
+
+    def _fewest(self, name: str, capacity: int) -> int:
+        """The least size that has this capacity."""
+        low, high = 0, capacity
+        while high - low > 1:
+            middle = (low + high) // 2
+            longest = padded_capacity(middle, self._shortest[name], self._left_out, self._widest)
+            low, high = (low, middle) if longest == capacity else (middle, high)
+        return high
 
     def _bound(self, name: str, values: Mapping[str, int]) -> Bound:
         """What a variable may be in the form for these values. The first part of a dimension has the capacity of that,
-        if its own would be that or the next shorter one: which of the two it is makes no form of its own."""
-        value, behind, shortest = values[name], self._behind[name], self._shortest[name]
+        if its own is not much shorter: which of the two it would be makes no form of its own."""
+        value, behind = values[name], self._behind[name]
         if value < _LEAST_SIZE:
             raise Refused(f"a size of {value}")
         capacity = self._capacity(name, value)
-        fewest = least_in(capacity, shortest, self._left_out)
+        fewest = _LEAST_SIZE if self._is_wide else self._fewest(name, capacity) - behind
         if name in self._wholes:
             whole = self._capacity(self._wholes[name], values[self._wholes[name]])
-            shorter = least_in(whole, shortest, self._left_out) - 1
-            if capacity in (whole, shorter):
-                capacity, fewest = whole, least_in(max(shorter, shortest), shortest, self._left_out)
+            if capacity < whole < _MOST_WASTE * capacity:
+                capacity = whole
         least, most = self._limits.get(name, (0, _MOST_SIZE))
         most = min(capacity - behind, most)
-        bound = Bound(max(_LEAST_SIZE, fewest - behind, least), most, min(capacity, most + behind))
+        bound = Bound(max(_LEAST_SIZE, fewest, least), most, min(capacity, most + behind))
         if not bound.least <= value <= bound.most:
             raise Refused(f"a size of {value}, where it is {bound.least} to {bound.most}")
         return bound
@@ -858,11 +950,14 @@ class Layouts:
                 del self._templates[next(iter(self._templates))]
 
     def pad_as(self, program: Program, samples: Iterable[Program], find: FindConditions) -> PaddedProgram:
-        """The padded form of a program that another process made of these samples; raises Refused, or what `find`
-        raises."""
+        """The padded form of a program that another process made of these samples, for the first of them; raises
+        Refused, or what `find` raises."""
         shared, slots = slots_of(program, self._is_special)
-        known = self._samples(shared, {}, [_Sample(sample, self._is_special) for sample in samples], _MOST_SAMPLES)
-        return Template(shared, self._is_special, known).pad(program, slots, find)
+        first, *others = (_Sample(sample, self._is_special) for sample in samples)
+        template = Template(shared, self._is_special, self._samples(shared, {}, others, _MOST_SAMPLES))
+        for of_first, each in self._samples(shared, {}, [first], 1).items():
+            template.pad(each, of_first, find)
+        return template.pad(program, slots, find, is_new=False)
 
     def _ways(
         self, program: Program, shared: Outline, slots: list[int], known: list[Template], others: Iterable[Program]
@@ -1027,7 +1122,7 @@ class _Maker:
         longer = tuple(i for i, dims in enumerate(self._shared.inputs) if _has_size(dims))
         found = ((k, *shapes[value]) for k, value in enumerate(program.outputs))
         outputs = tuple((k, op, place) for k, dims, op, place in found if _has_size(dims))
-        return PaddedForm(made, tuple(self._numbers), longer, outputs)
+        return PaddedForm(made, tuple(self._numbers), longer, outputs, program)
 
     def bound(self, name: str) -> Bound:
         """What a variable may be."""
