@@ -3,10 +3,12 @@
 The programs are those that the regions of programs of unseen.py are made of. Each is compiled both ways, and launched
 both ways on what its first launch was given, in milliseconds and microseconds of a process that does nothing else
 meanwhile: CPU time on platform cpu, else wall time. The planes through all of them are numbers of
-`runtime/compile/tiers.py`.
+`runtime/compile/tiers.py`. With `ops` the programs are single ops, and what a launch of the first tier loses is shown
+for each element that `runtime/compile/computed.py` says they compute, and for those that they make.
 
     python benchmarks/compile_price.py
     python benchmarks/compile_price.py gpt --laps 2
+    python benchmarks/compile_price.py ops
     TORCHTPU_PLATFORM=gpu python benchmarks/compile_price.py
 """
 
@@ -14,11 +16,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,8 +29,10 @@ import numpy as np
 import peers
 import torch
 import unseen
+from torch.nn import functional as F
 
 from torchtpu import config, startup
+from torchtpu.runtime.compile.computed import computed
 from torchtpu.runtime.compile.tiers import FIRST_TIERS
 from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Program, Random
@@ -37,11 +42,56 @@ LAUNCHES, ROUNDS = 20, 12
 DONATED = re.compile(r"(tf\.aliasing_output = \d+ : i32|jax\.buffer_donor = true)(, )?")
 
 
+def forward(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> unseen.Lap:
+    """Calls the function of tensors of these shapes."""
+    given = [torch.randn(shape).to("tpu") for shape in shapes]
+    return lambda i: function(*given)
+
+
+def gradients(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> unseen.Lap:
+    """And its gradients."""
+    given = [torch.randn(shape).to("tpu").requires_grad_() for shape in shapes]
+    return lambda i: torch.autograd.grad(function(*given).sum(), given)
+
+
+IMAGES, ROWS = (4, 32, 32, 32), (256, 1024)
+OPS: dict[str, Callable[[], unseen.Lap]] = {
+    "tanh": lambda: forward(torch.tanh, (1024, 1024)),
+    "softmax": lambda: forward(lambda x: x.softmax(-1), (1024, 1024)),
+    "convolution": lambda: forward(lambda x, w: F.conv2d(x, w, padding=1), IMAGES, (32, 32, 3, 3)),
+    "its gradients": lambda: gradients(lambda x, w: F.conv2d(x, w, padding=1), IMAGES, (32, 32, 3, 3)),
+    "convolution of small images": lambda: forward(
+        lambda x, w: F.conv2d(x, w, padding=1), (4, 128, 8, 8), (128, 128, 3, 3)
+    ),
+    "depthwise 3 x 3": lambda: forward(lambda x, w: F.conv2d(x, w, padding=1, groups=32), IMAGES, (32, 1, 3, 3)),
+    "depthwise 7 x 7": lambda: forward(lambda x, w: F.conv2d(x, w, padding=3, groups=32), IMAGES, (32, 1, 7, 7)),
+    "its gradients, depthwise": lambda: gradients(
+        lambda x, w: F.conv2d(x, w, padding=3, groups=32), IMAGES, (32, 1, 7, 7)
+    ),
+    "convolution in 3 dimensions": lambda: forward(
+        lambda x, w: F.conv3d(x, w, padding=1), (2, 8, 8, 16, 16), (8, 8, 3, 3, 3)
+    ),
+    "max pooling": lambda: forward(lambda x: F.max_pool2d(x, 3, 2, 1), (4, 32, 64, 64)),
+    "its gradient": lambda: gradients(lambda x: F.max_pool2d(x, 3, 2, 1), (4, 32, 64, 64)),
+    "attention, gradients": lambda: gradients(F.scaled_dot_product_attention, *[(2, 4, 256, 32)] * 3),
+    "argmax": lambda: forward(lambda x: x.argmax(1), ROWS),
+    "max of rows": lambda: forward(lambda x: x.max(1)[1], ROWS),
+    "topk": lambda: forward(lambda x: x.topk(8, 1)[0], ROWS),
+    "median": lambda: forward(lambda x: x.median(1)[0], ROWS),
+    "cumsum": lambda: forward(lambda x: x.cumsum(1), ROWS),
+    "logcumsumexp": lambda: forward(lambda x: x.logcumsumexp(1), ROWS),
+    "patches": lambda: forward(lambda x: F.unfold(x, 3, padding=1), IMAGES),
+    "bicubic": lambda: forward(lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), IMAGES),
+    "samples of a grid": lambda: forward(lambda x, g: F.grid_sample(x, g, align_corners=False), IMAGES, (4, 32, 32, 2)),
+}
+
+
 class Row(NamedTuple):
     """A program: elements that its ops make, and draw; both ways, the usual options first."""
 
     ops: int
     kilobytes: float
+    computed: float
     plain: int
     padded: int
     drawn: int
@@ -62,12 +112,13 @@ class Meter:
         self._given: dict[int, list[torch.Tensor]] = {}
         self._kept: list[Any] = []  # executables: their ids stay theirs
 
-    def measure(self, name: str, laps: int) -> list[Row]:
+    def measure(self, make: Callable[[], unseen.Lap], laps: int) -> list[Row]:
         with self._watching():
-            lap = unseen.PROGRAMS[name]("tpu")
+            lap = make()
             for i in range(laps):
-                lap(i)
+                made = lap(i)
                 torch.tpu.synchronize()
+                del made
         return [self._row(self._plans[key], arguments) for key, arguments in self._given.items()]
 
     @contextlib.contextmanager
@@ -108,6 +159,7 @@ class Meter:
         return Row(
             len(made),
             plan.text_bytes / 1e3,
+            sum(map(computed, program.ops)),
             plain,
             padded,
             drawn,
@@ -139,31 +191,53 @@ def fitted(columns: Sequence[Sequence[float]], found: Sequence[float], noise: fl
     return [float(x) for x in made]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("programs", nargs="*", choices=[[], *unseen.PROGRAMS])
-    parser.add_argument("--laps", type=int, default=4)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def show_ops() -> None:
+    """Prints what single ops lose."""
+    rows = [["op", "kB", "launches, us", "ns for one made", "ns for one computed"]]
+    for name, make in OPS.items():
+        found = Meter().measure(make, 1)
+        usual, first = (sum(row.launch_us[i] for row in found) for i in range(2))
+        counts = sum(row.plain + row.padded + row.drawn for row in found), sum(row.computed for row in found)
+        losses = [f"{(first - usual) * 1e3 / count:.1f}" for count in counts]
+        rows.append([name, f"{sum(row.kilobytes for row in found):.0f}", f"{usual:.0f}, {first:.0f}", *losses])
+    print(peers.table(rows))
+
+
+def show_programs(names: Sequence[str], laps: int) -> None:
+    """Prints what programs of unseen.py cost, and the planes through them."""
     rows, found = [["program", "programs", "ops", "kB", "usual, ms", "first tier, ms", "launches, us"]], list[Row]()
-    with config.using(tiers="off", sweep=False, cache="off"):
-        torch.ones(2, device="tpu").cpu()
-        for name in arguments.programs or NAMES:
-            made = Meter().measure(name, arguments.laps)
-            (usual, first), (run, run_first) = (np.sum([row[i] for row in made], 0) for i in (5, 6))
-            counts = len(made), sum(row.ops for row in made), round(sum(row.kilobytes for row in made))
-            rows.append([name, *map(str, counts), f"{usual:.0f}", f"{first:.0f}", f"{run:.0f}, {run_first:.0f}"])
-            found += made
+    for name in names:
+        made = Meter().measure(functools.partial(unseen.PROGRAMS[name], "tpu"), laps)
+        (usual, first), (run, run_first) = (
+            np.sum([getattr(row, field) for row in made], 0) for field in ("compile_ms", "launch_us")
+        )
+        counts = len(made), sum(row.ops for row in made), round(sum(row.kilobytes for row in made))
+        rows.append([name, *map(str, counts), f"{usual:.0f}", f"{first:.0f}", f"{run:.0f}, {run_first:.0f}"])
+        found += made
     print(peers.table(rows))
     sizes = [[1.0] * len(found), [row.kilobytes for row in found]]
     for what, place in (("usual", 0), ("first tier", 1)):
         a, b = fitted(sizes, [row.compile_ms[place] for row in found])
         print(f"{what}: {a:.0f} ms a program and {b:.1f} ms a kB")
-    counts = [[row[i] for row in found] for i in (0, 2, 3, 4)]
+    counts_of = [[float(row.ops), row.plain, row.padded, row.drawn] for row in found]
     losses = [row.launch_us[1] - row.launch_us[0] for row in found]
-    op, plain, padded, drawn = fitted(counts, losses, noise=20.0)
+    op, plain, padded, drawn = fitted(list(zip(*counts_of, strict=True)), losses, noise=20.0)
     print(f"a launch of the first tier loses {op:.1f} us an op, and for an element {plain * 1e3:.1f} ns,", end=" ")
     print(f"{padded * 1e3:.1f} where it is padded and {drawn * 1e3:.0f} where it is drawn")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", choices=[[], "ops", *unseen.PROGRAMS])
+    parser.add_argument("--laps", type=int, default=4)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with config.using(tiers="off", sweep=False, cache="off"):
+        torch.ones(2, device="tpu").cpu()
+        if arguments.programs == ["ops"]:
+            show_ops()
+        else:
+            show_programs(arguments.programs or NAMES, arguments.laps)
 
 
 if __name__ == "__main__":

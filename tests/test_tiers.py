@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from engine_support import KNOBS, Plan, Work, make_engine, plan_of, text_of
 from record_support import Record
+from torch.nn import functional as F
 
 from torchtpu import config, metrics, startup
 from torchtpu.compiler_cache import DirectoryStore
@@ -260,6 +262,52 @@ def test_large_programs_pay_sooner_than_small_ones() -> None:
 
     assert launches(1 << 24) < 1
     assert launches(64) > 100
+
+
+IMAGES = 2, 8, 32, 32
+WORK: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], float]] = {
+    "convolution": (lambda x, w: F.conv2d(x, w, padding=1), (IMAGES, (8, 8, 3, 3)), 1),
+    "depthwise": (lambda x, w: F.conv2d(x, w, padding=3, groups=8), (IMAGES, (8, 1, 7, 7)), 49),
+    "of small images": (lambda x, w: F.conv2d(x, w, padding=1), ((2, 8, 4, 4), (8, 8, 3, 3)), 27),
+    "in three dimensions": (lambda x, w: F.conv3d(x, w, padding=1), ((1, 2, 4, 8, 8), (2, 2, 3, 3, 3)), 15),
+    "of a line": (lambda x, w: F.conv1d(x, w, groups=4), ((2, 4, 90), (4, 1, 5)), 5),
+    "pooling": (lambda x: F.max_pool2d(x, 3, 2), (IMAGES,), 27),
+    "rows": (lambda x: x.argmax(1), ((64, 512),), 4 * 512),
+    "both of a row": (lambda x: x.max(1), ((64, 512),), 5 * 512 / 2),
+    "pointwise": (torch.tanh, ((64, 512),), 1),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_what_ops_compute_is_counted(name: str) -> None:
+    function, shapes, times = WORK[name]
+    with Record() as record:
+        made = function(*[record.input(torch.zeros(shape)) for shape in shapes])
+    program = record.program(*(made if isinstance(made, tuple) else (made,)))
+    (op,) = program.ops
+    assert FIRST.computed(op) == times * FIRST_TIERS["tpu"].computed(op)
+
+
+def test_what_gradients_compute_is_counted() -> None:
+    _C.forget_streams()
+    x = torch.randn(2, 16, 9, 13).to("tpu").requires_grad_()
+    weight = torch.randn(16, 1, 5, 5).to("tpu").requires_grad_()
+    lost: list[float] = []
+    genuine = type(FIRST).loss_ms
+    with mock.patch.object(
+        type(FIRST), "loss_ms", lambda self, program: lost.append(genuine(self, program)) or lost[-1]
+    ):
+        torch.autograd.grad(F.max_pool2d(F.conv2d(x, weight, groups=16), 2).square().sum(), [x, weight])[0].cpu()
+    assert max(lost) > 4 * 25 * x.numel() * FIRST.element_ns * 1e-6
+    _C.forget_streams()
+
+
+@pytest.mark.parametrize("size", [12, 15])
+def test_a_window_that_changes_is_not_counted(size: int) -> None:
+    for height in (9, 11, size):
+        x = torch.randn(2, 3, height, 8)
+        found = F.max_pool2d(x.to("tpu"), (height, 2)).cpu()
+        torch.testing.assert_close(found, F.max_pool2d(x, (height, 2)))
 
 
 def test_regions_are_divided_once_they_have_cost_twice_that() -> None:

@@ -7,14 +7,14 @@ are hangs on the op streams alone. What loosens the numbers has no place here: t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from torchtpu.runtime.device.client import Options
 from torchtpu.runtime.device.jaxlib_versions import HAS_FUSION_EMITTERS_OPTION
-from torchtpu.runtime.ir.calls import results_of
 from torchtpu.runtime.ir.program import Op, Program, Random
+
+from .computed import computed, made
 
 _SURE = 2.0  # a training loop has a few regions: its first step makes the optimizer's states
 _BYTES_AN_OP = 1400  # of a program's text, about
@@ -25,10 +25,10 @@ class FirstTier(NamedTuple):
     """How a platform compiles what it has not seen before: quickly, for code that runs slower.
 
     With the usual options a program compiles for `program_ms`, and `kilobyte_ms` for each 1000 bytes of its text;
-    without them a launch takes `op_us` longer for each op, `element_ns` for each element that an op makes, `padded_ns`
-    where its arrays are padded, `drawn_ns` for a random one, `normal_ns` if that is normally distributed, and
-    `launch_us` for each program that it is made of. A piece for whose usual options `large_launches` launches pay is
-    compiled with these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one of the
+    without them a launch takes `op_us` longer for each op, `element_ns` for each element that an op has `computed`,
+    `padded_ns` where its arrays are padded, `drawn_ns` for a random one, `normal_ns` if that is normally distributed,
+    and `launch_us` for each program that it is made of. A piece for whose usual options `large_launches` launches pay
+    is compiled with these. Nobody waits for a program that compiles longer than `patience_ms`, if there is one of the
     first tier to run meanwhile.
 
     A region of at least `least_ops` ops, or of two where new ones keep coming, is made of pieces where those that are
@@ -49,6 +49,7 @@ class FirstTier(NamedTuple):
     normal_ns: float
     launch_us: float
     program_ops: float
+    computed: Callable[[Op], float] = made
     least_ops: int = 5
     most_missing: float = 0.78
     most_visits: int = 4
@@ -85,7 +86,7 @@ class FirstTier(NamedTuple):
 
     def loss_ms(self, program: Program) -> float:
         """How much longer than with them it takes, in one launch, about."""
-        return sum(self.op_us * 1e-3 + self._element_ns(op) * 1e-6 * _made(op) for op in program.ops)
+        return sum(self.op_us * 1e-3 + self._element_ns(op) * 1e-6 * self.computed(op) for op in program.ops)
 
     def _element_ns(self, op: Op) -> float:
         if any(isinstance(argument, Random) for argument in op.args):
@@ -93,11 +94,7 @@ class FirstTier(NamedTuple):
         return self.element_ns if op.padding is None else self.padded_ns
 
 
-def _made(op: Op) -> int:
-    return sum(math.prod(made.sizes) for made in results_of(op))
-
-
-# Version 6. The options and `normal_ns` are measured with jaxlib 0.10.2 by benchmarks/compile_tiers.py, and what cpu
+# Version 7. The options and `normal_ns` are measured with jaxlib 0.10.2 by benchmarks/compile_tiers.py, and what cpu
 # has of `program_ms`, `kilobyte_ms`, `op_us`, `element_ns`, `padded_ns` and `drawn_ns` by
 # benchmarks/compile_price.py; `program_ops` is what both tell of the first tier. What tpu has is measured by libtpu
 # 0.0.51's account of GPT-2's step on v5e by benchmarks/tpu_tiers.py, for each op, which has some 1400 bytes. The
@@ -120,6 +117,7 @@ FIRST_TIERS: Mapping[str, FirstTier] = {
         normal_ns=350.0,
         launch_us=15.0,
         program_ops=6.0,
+        computed=computed,
     ),
     "tpu": FirstTier(
         (("optimization_level", 19),),  # XLA's O1
