@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torchtpu import config, metrics, startup
 from torchtpu.runtime.lowering.templates import Templates
 from torchtpu.runtime.padding import arrays, ask, evaluate
-from torchtpu.runtime.padding.ask import Step
+from torchtpu.runtime.padding.ask import Quotient
 from torchtpu.runtime.padding.layout import Size, padded_capacity
 
 pytestmark = pytest.mark.usefixtures("in_one_tier")
@@ -439,17 +439,19 @@ def test_how_sizes_follow_is_asked_of_the_ops(sizes: list[int]) -> None:
     assert same_on_both(lambda device: loop(device, more), rtol=1e-4, atol=1e-5) == (0, len(more))
 
 
-@pytest.mark.parametrize("given", [Step(2, 3, -1), Step(0, 1, 4), Step(9, 20, -2), Step(31, 32, 0)], ids=str)
-def test_a_step_is_found_from_a_few_sizes(given: Step) -> None:
+@pytest.mark.parametrize(
+    "given", [Quotient(2, 3, -1), Quotient(0, 1, 4), Quotient(9, 20, -2), Quotient(31, 32, 0)], ids=str
+)
+def test_a_quotient_is_found_from_a_few_sizes(given: Quotient) -> None:
     for n in range(40, 80):
-        found = ask.step_of(given.of, n)
+        found = ask.quotient_of(given.of, n)
         assert found is not None
         assert [found.of(k) for k in range(40, 200)] == [given.of(k) for k in range(40, 200)]
 
 
 @pytest.mark.parametrize("size", [lambda n: 3 * n, lambda n: 100 - n, lambda n: 7, lambda n: n // 13], ids=range(4))
-def test_what_is_no_step_is_none(size: Callable[[int], int]) -> None:
-    assert ask.step_of(size, 50) is None
+def test_what_is_no_quotient_is_none(size: Callable[[int], int]) -> None:
+    assert ask.quotient_of(size, 50) is None
 
 
 def test_rows_of_two_sizes_taken_together_are_their_product() -> None:

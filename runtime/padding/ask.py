@@ -15,11 +15,11 @@ import torch
 from torchtpu.runtime.ir.calls import bind, operator_of, schema_of
 from torchtpu.runtime.ir.program import Lifted, Op, Operand, Program, Result, Scalar
 
-_FARTHER = math.lcm(*range(1, 11), 16, 25, 32)  # elements: a multiple of all steps that are found
+_FARTHER = math.lcm(*range(1, 11), 16, 25, 32)  # elements: a multiple of all divisors that are found
 Column = tuple[int, ...]  # what a size is in each of several programs
 
 
-class Step(NamedTuple):
+class Quotient(NamedTuple):
     """A size is `(n + constant) // divisor + after`."""
 
     constant: int
@@ -50,7 +50,7 @@ class Askable:
         for dim, column in enumerate(zip(*(each.sizes for each in made), strict=True)):
             self._makers.setdefault(column, (call, result, element, dim))
 
-    def step(self, column: Column, at: Callable[[Column, int], int], of: Column) -> Step | None:
+    def quotient(self, column: Column, at: Callable[[Column, int], int], of: Column) -> Quotient | None:
         """How a size follows from another one, which is `of` in the programs; `at` says what a third is where that is
         `n`. None where no op makes it, or it follows in another way."""
         maker = self._makers.get(column)
@@ -64,14 +64,14 @@ class Askable:
             return int((made if element is None else made[element]).shape[dim])
 
         with contextlib.suppress(Exception):  # whatever a shape function raises, or what has none
-            found = step_of(size, of[0])
+            found = quotient_of(size, of[0])
             if found is not None and tuple(map(found.of, of)) == column:
                 return found
         return None
 
 
-def step_of(size: Callable[[int], int], n: int) -> Step | None:
-    """The step of a function that climbs by one at a time, all of the same length; `n` is where that is looked for."""
+def quotient_of(size: Callable[[int], int], n: int) -> Quotient | None:
+    """The quotient that a function is, which climbs by one after as many each time; it is looked for from `n` on."""
     first = size(n)
     rise = size(n + _FARTHER) - first
     if rise <= 0 or _FARTHER % rise:
@@ -82,7 +82,7 @@ def step_of(size: Callable[[int], int], n: int) -> Step | None:
         middle = (low + high) // 2
         low, high = (middle, high) if size(n + middle) == first else (low, middle)
     constant = -(n + high) % divisor
-    return Step(constant, divisor, first - (n + constant) // divisor)
+    return Quotient(constant, divisor, first - (n + constant) // divisor)
 
 
 def _call(ops: Sequence[Op], at: Callable[[Column], int]) -> Any:

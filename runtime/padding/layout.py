@@ -473,9 +473,9 @@ class _Fit:
     def _asked(self, column: tuple[int, ...]) -> Size | None:
         """What the op that makes a size says that it is."""
         for name, values in self.variables.items():
-            step = self._askable.step(column, functools.partial(self._at, name), values)
-            if step is not None:
-                return Size(((1, ((name, 0),)),), *step)
+            found = self._askable.quotient(column, functools.partial(self._at, name), values)
+            if found is not None:
+                return Size(((1, ((name, 0),)),), *found)
         return None
 
     def _at(self, name: str, column: tuple[int, ...], n: int) -> int:
