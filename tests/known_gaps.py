@@ -17,11 +17,15 @@ class Gap(NamedTuple):
     mode: str = "forward"
 
 
-HAS_FLOAT16 = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+HAS_BFLOAT16, HAS_FLOAT16 = (
+    torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+)
 HALF = "bfloat16 float16"
 FLOATING = f"float32 float64 {HALF}"
 ALL = f"{FLOATING} int64 int32 int16 int8 uint8 bool complex64 complex128"
 
+STRIDED_OUT = Gap("CPUs that compute in this dtype do not write an out= whose rows are not contiguous", "out")
 SPARSE = Gap("sparse tensors have no storage on the device")
 NO_COMPLEX32 = Gap("XLA has no complex32")
 STATISTICS = Gap("in eval mode statistics are returned, as on CUDA; the CPU returns none")
@@ -39,8 +43,8 @@ _BY_NAME: tuple[tuple[str, str, Gap], ...] = (
     ("_native_batch_norm_legit", HALF, WIDE_STATISTICS),
     ("_batch_norm_with_update", HALF, WIDE_STATISTICS),
     ("native_layer_norm", HALF, WIDE_STATISTICS),
-    ("nn.functional.gelu", "bfloat16", Gap("the CPU does not write an out= whose rows are not contiguous", "out")),
-    ("nn.functional.gelu", "float16", Gap("the same, on CPUs that compute in float16", "out" if HAS_FLOAT16 else "")),
+    ("nn.functional.gelu", "bfloat16", STRIDED_OUT._replace(mode="out" if HAS_BFLOAT16 else "")),
+    ("nn.functional.gelu", "float16", STRIDED_OUT._replace(mode="out" if HAS_FLOAT16 else "")),
     ("nn.functional.avg_pool3d", "float32 float64 int64", Gap("the CPU writes wrongly into a strided out=", "out")),
     ("special.bessel_j0", "float64", Gap("the CPU is off by 4e-7 near 5")),
     ("special.bessel_y1", "float64", Gap("the CPU is off by 8e-7 near 5")),

@@ -85,6 +85,7 @@ _MOST_TEMPLATES = 4  # of one outline
 _FEWEST_REFUSED = 16  # programs of one outline, before ever fewer are tried
 _NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
 _ZERO = "max(1 - ("
+_INCONCLUSIVE = "InconclusiveDimensionOperation"  # jax's: what a lowering asks hangs on how small sizes may be
 _MARKED = re.compile("⟨(.*?)⟩")
 _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
@@ -666,12 +667,10 @@ class Template:
         padded = form.of(program, values, self.samples)
         try:
             form.check(padded, find)
-        except Refused:
-            raise
-        except Exception:
-            if not self._is_wide:
+        except Exception as error:
+            if not self._is_wide or _INCONCLUSIVE not in str(error):
                 raise
-            self._is_wide = False  # that a size is no smaller may be what a lowering needs
+            self._is_wide = False
             self._programs.clear()
             return self.pad(program, slots, find, most_variables, is_new=is_new)
         return padded
@@ -729,7 +728,7 @@ class Template:
             assert self._bounded is not None
             find = dict(zip(self._bounded, bounds, strict=True)).__getitem__
             sizes = ([s.capacity(find) if isinstance(s, Size) else s for s in shape] for shape in self._shapes)
-            self._largest[bounds] = max(map(math.prod, sizes))
+            self._largest[bounds] = max(map(math.prod, sizes), default=1)
         return self._largest[bounds]
 
     def _shapes_of(self, fit: _Fit) -> set[tuple[Leaf, ...]]:
