@@ -2,7 +2,8 @@
 platform cpu loses goes with it.
 
 The lowerings there unroll windows, copy patches of small images, and search all of a row for one element. The factors
-are measured by `benchmarks/compile_price.py ops`.
+are measured by `benchmarks/compile_price.py ops`; `argmin`, `kthvalue` and others that work alike have those of their
+like.
 """
 
 from __future__ import annotations
