@@ -54,7 +54,12 @@ def gradients(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -
     return lambda i: torch.autograd.grad(function(*given).sum(), given)
 
 
+def recurrent(x: torch.Tensor, hx: torch.Tensor, cx: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    return torch.lstm(x, (hx, cx), weights, False, 1, 0.0, False, False, False)[0]
+
+
 IMAGES, ROWS = (4, 32, 32, 32), (256, 1024)
+SEQUENCES = (32, 16, 128), (1, 16, 128), (1, 16, 128), (512, 128), (512, 128)
 OPS: dict[str, Callable[[], unseen.Lap]] = {
     "tanh": lambda: forward(torch.tanh, (1024, 1024)),
     "softmax": lambda: forward(lambda x: x.softmax(-1), (1024, 1024)),
@@ -82,6 +87,8 @@ OPS: dict[str, Callable[[], unseen.Lap]] = {
     "logcumsumexp": lambda: forward(lambda x: x.logcumsumexp(1), ROWS),
     "patches": lambda: forward(lambda x: F.unfold(x, 3, padding=1), IMAGES),
     "bicubic": lambda: forward(lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), IMAGES),
+    "lstm": lambda: forward(recurrent, *SEQUENCES),
+    "lstm, gradients": lambda: gradients(recurrent, *SEQUENCES),
     "samples of a grid": lambda: forward(lambda x, g: F.grid_sample(x, g, align_corners=False), IMAGES, (4, 32, 32, 2)),
 }
 

@@ -285,6 +285,31 @@ def tokens(device: str) -> Lap:
     return lap
 
 
+def sequences(device: str) -> Lap:
+    """An LSTM of two layers, both ways, trained on packed sequences of ever other lengths."""
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(100, 32).to(device), nn.Linear(128, 5).to(device)
+    recurrent = nn.LSTM(32, 64, 2, bidirectional=True, batch_first=True).to(device)
+    optimizer = torch.optim.Adam([*embedding.parameters(), *recurrent.parameters(), *head.parameters()])
+
+    def lap(i: int) -> None:
+        lengths = [rng.randint(5, 40) for _ in range(8)]
+        x, y = torch.randint(0, 100, (8, max(lengths))).to(device), torch.randint(0, 5, (8,)).to(device)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            embedding(x), torch.tensor(lengths), batch_first=True, enforce_sorted=False
+        )
+        made, (last, _) = recurrent(packed)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(made, batch_first=True)
+        found = F.cross_entropy(head(padded.mean(1) + torch.cat([last[-2], last[-1]], 1)), y)
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+        found.item()
+
+    return lap
+
+
 PROGRAMS: dict[str, Callable[[str], Lap]] = {
     each.__name__: each
     for each in (
@@ -303,9 +328,10 @@ PROGRAMS: dict[str, Callable[[str], Lap]] = {
         images,
         signals,
         tokens,
+        sequences,
     )
 }
-NOT_SUMMED = ("images", "signals", "tokens")
+NOT_SUMMED = ("images", "signals", "tokens", "sequences")
 
 
 def _cpu_time() -> float:

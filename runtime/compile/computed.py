@@ -105,5 +105,7 @@ _COUNTS: Mapping[str, Callable[..., float]] = {
     "logcumsumexp": _of_result(57.0),
     "im2col": _of_result(4.0),
     "upsample_bicubic2d": _of_result(9.0),
+    "torchtpu::rnn_layer": _of_result(2.0),
+    "torchtpu::rnn_layer_backward": _of_result(3.0),
     "grid_sampler_2d": _of_result(44.0),
 }

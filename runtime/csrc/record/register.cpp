@@ -93,6 +93,15 @@ void install(const RecordKernel& kernel, torch::Library& library) {
 
 }  // namespace
 
+void register_op(const std::string& name, const OpFacts& facts) {
+  auto dot = name.find('.');
+  auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
+      name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+  auto* library = new torch::Library(torch::Library::IMPL, std::string(*handle.schema().getNamespace()),
+                                     c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  install(*new RecordKernel(handle, facts), *library);
+}
+
 std::unordered_map<std::string, std::string> register_ops(const std::vector<std::pair<std::string, OpFacts>>& table) {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
@@ -101,6 +110,10 @@ std::unordered_map<std::string, std::string> register_ops(const std::vector<std:
   std::unordered_map<std::string, bool> is_listed;
   for (const auto& [name, facts] : table) is_listed[name] = true;
   for (const auto& [name, facts] : table) {
+    if (name.find("::") != std::string::npos) {
+      register_op(name, facts);
+      continue;
+    }
     auto dot = name.find('.');
     auto handle = c10::Dispatcher::singleton().findSchema(
         {"aten::" + name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
@@ -119,15 +132,6 @@ std::unordered_map<std::string, std::string> register_ops(const std::vector<std:
     }
   }
   return served;
-}
-
-void register_op(const std::string& name, const OpFacts& facts) {
-  auto dot = name.find('.');
-  auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
-      name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
-  auto* library = new torch::Library(torch::Library::IMPL, std::string(*handle.schema().getNamespace()),
-                                     c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  install(*new RecordKernel(handle, facts), *library);
 }
 
 void record_copy(const at::Tensor& dst, const at::Tensor& src) {
