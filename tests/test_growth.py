@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchtpu import config, metrics, startup
+from torchtpu.runtime.ir.calls import operator_of
 from torchtpu.runtime.lowering.templates import Templates
 from torchtpu.runtime.padding import arrays, ask, evaluate
 from torchtpu.runtime.padding.ask import Quotient
@@ -447,6 +448,22 @@ def test_a_quotient_is_found_from_a_few_sizes(given: Quotient) -> None:
         found = ask.quotient_of(given.of, n)
         assert found is not None
         assert [found.of(k) for k in range(40, 200)] == [given.of(k) for k in range(40, 200)]
+
+
+def test_ops_without_tensors_are_asked_without_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU `tril_indices` would fill 20 GB for the sizes that are tried."""
+    devices = []
+
+    def on_meta(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            devices.append(named["device"])
+            return operator_of(name)(*args, **{**named, "device": "meta"})
+
+        return call
+
+    monkeypatch.setattr(ask, "operator_of", on_meta)
+    same_on_both(lambda device: [torch.tril_indices(n, n, device=device).cpu() for n in (5, 9, 6, 7)])
+    assert set(devices) == {torch.device("meta")}
 
 
 @pytest.mark.parametrize("size", [lambda n: 3 * n, lambda n: 100 - n, lambda n: 7, lambda n: n // 13], ids=range(4))

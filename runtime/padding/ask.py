@@ -90,6 +90,8 @@ def _call(ops: Sequence[Op], at: Callable[[Column], int]) -> Any:
     schema = schema_of(ops[0].name)
     arguments = [_argument(values, at) for values in zip(*(op.args for op in ops), strict=True)]
     positional, named = bind(schema, arguments)
+    if any(argument.name == "device" and argument.kwarg_only for argument in schema.arguments):
+        named["device"] = torch.device("meta")  # none is recorded; what has no tensors would be filled on the CPU
     with torch.no_grad():
         return operator_of(ops[0].name)(*positional, **named)
 
