@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from torchtpu import metrics
+
 PARTS = (0.0, -0.0, 1.0, -1.0, 2.0, 0.5, float("inf"), -float("inf"), float("nan"))
 NUMBERS = [complex(real, imaginary) for real, imaginary in itertools.product(PARTS, PARTS)]
 EXPONENTS = (-2, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 1 + 2j, 1j)
@@ -48,3 +50,14 @@ def test_powers_of_each_to_each(power: Callable[..., torch.Tensor]) -> None:
 def test_powers_in_place_at_infinity_and_nan(name: str, exponent: complex) -> None:
     dtype = torch.complex64 if name == "pow_" else torch.complex128
     assert_as_cpu(lambda x: getattr(x.clone(), name)(exponent), dtype)
+
+
+@pytest.mark.filterwarnings("ignore:aten.*ran on CPU:UserWarning", "ignore:ComplexHalf:UserWarning")
+def test_complex_numbers_of_half_precision_are_computed_on_the_cpu() -> None:
+    half, beside = torch.ones(3, dtype=torch.float16, device="tpu"), torch.zeros(3, device="tpu")
+    made = torch.complex(half, half) * 2
+    beside.add_(1)
+    assert made.dtype == torch.complex32 and made.cpu().tolist() == [2 + 2j] * 3
+    assert beside.tolist() == [1.0] * 3
+    assert torch.zeros(2, dtype=torch.complex32, device="tpu").fill_(1j).tolist() == [1j] * 2
+    assert metrics.snapshot()["cpu_fallbacks"]["aten::complex"] == 1

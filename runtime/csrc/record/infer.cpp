@@ -807,13 +807,28 @@ bool is_refused_by_cpu(const OpInfo& info, const c10::OperatorHandle& op, const 
   return false;
 }
 
+// XLA has no complex32; the CPU has. Half precision may be a part of one.
+bool is_complex_half(const IValue& value) {
+  bool found = false;
+  for_each_tensor(value, [&](const at::Tensor& t) {
+    if (!t.defined()) return;
+    found |= t.scalar_type() == at::kComplexHalf;
+    if (t.scalar_type() != at::kHalf || !t.is_privateuseone()) return;
+    StateGuard guard(state_lock);
+    const BaseRef& base = storage_of(t)->base;
+    found |= base && base->dtype == at::kComplexHalf;
+  });
+  return found;
+}
+
 std::shared_ptr<const Inferred> infer(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   check_devices(info, args);
-  if (reads_through_mask(info, args)) return nullptr;
+  if (reads_through_mask(info, args) || std::any_of(args, args + info.args.size(), is_complex_half)) return nullptr;
   bool odd = is_odd(info, args);  // the answer may lie in which tensors are the same
   PlainDispatch plain;
   refuse_as_kernels_do(info, op, args);
   auto inferred = infer_call(info, op, args, odd);
+  if (inferred && std::ranges::any_of(inferred->results, is_complex_half)) return nullptr;
   if (inferred && !odd) warn_as_kernels_do(info, op, args, *inferred);
   return inferred;
 }

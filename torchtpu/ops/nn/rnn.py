@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -188,11 +189,12 @@ def _relu_back(grads: tuple[Any], before: Any, after: Any, kept: Any) -> tuple[A
     return grad_gates, grad_gates, (jnp.zeros_like(grad_gates),)
 
 
-_CELLS = {
-    "lstm": (_lstm, _lstm_back),
-    "gru": (_gru, _gru_back),
-    "tanh": (_tanh, _tanh_back),
-    "relu": (_relu, _relu_back),
+_STEPS: Mapping[str, Callable[..., Any]] = {"lstm": _lstm, "gru": _gru, "tanh": _tanh, "relu": _relu}
+_STEPS_BACK: Mapping[str, Callable[..., Any]] = {
+    "lstm": _lstm_back,
+    "gru": _gru_back,
+    "tanh": _tanh_back,
+    "relu": _relu_back,
 }
 
 
@@ -213,7 +215,7 @@ def _runs(lengths: Any, steps: int) -> list[Any]:
 
 @lowering("torchtpu::rnn_layer", infer=_infer_layer, multiplies=True)
 def rnn_layer(gates, hx, cx, weight, bias, lengths, cell, reverse, *, ctx):
-    function = _CELLS[cell][0]
+    function = _STEPS[cell]
 
     def step(state: Any, given: Any) -> Any:
         x, *runs = given
@@ -262,7 +264,7 @@ def rnn_layer_backward(grad_output, grad_hy, grad_cy, hx, cx, weight, lengths, s
         of_output, before, after, kept, runs = row
         grads = [grads[0] + sum(map(opmath, of_output)), *grads[1:]]
         wide = [tuple(map(opmath, each)) for each in (before, after, kept)]
-        of_input, of_hidden, of_state = _CELLS[cell][1](tuple(grads), *wide)
+        of_input, of_hidden, of_state = _STEPS_BACK[cell](tuple(grads), *wide)
         for has in runs:
             of_input, of_hidden = (jnp.where(has, each, 0) for each in (of_input, of_hidden))
             of_state = [jnp.where(has, new, old) for new, old in zip(of_state, grads, strict=True)]
