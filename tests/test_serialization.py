@@ -161,3 +161,30 @@ def test_dataloader_workers_leave_the_device_alone():
     torch.ones(2, device="tpu").sum().item()
     loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1)
     assert [b.to("tpu").sum().item() for b in loader] == [6, 22]
+
+
+def test_what_storages_do_by_address_is_done_on_the_device():
+    def swap(device):
+        x, y = torch.arange(4.0, device=device), torch.ones(2, device=device, dtype=torch.complex64)
+        x.untyped_storage().byteswap(x.dtype)
+        y.untyped_storage().byteswap(y.dtype)
+        empty = x.untyped_storage().new()
+        swapped = x.untyped_storage()._swap_data_ptr_(y.untyped_storage())
+        made = [x.tolist(), y.tolist(), empty.nbytes(), swapped]
+        y.untyped_storage()._swap_data_ptr_(empty)
+        return [*made, y.untyped_storage().nbytes(), empty.tolist()]
+
+    assert swap("tpu") == swap("cpu")
+
+
+def test_storages_refuse_what_they_cannot_do():
+    storage = torch.arange(4.0, device="tpu").untyped_storage()
+    with pytest.raises(NotImplementedError, match="A slice of a storage shares its memory"):
+        storage[0:4]
+    storage[0:4] = 1
+    assert storage.cpu()[0:4].tolist() == [1] * 4
+    with pytest.raises(RuntimeError, match="elem_size must be 1, 2, 4, or 8"):
+        storage._byteswap(3)
+    for other in (torch.ones(1, device="tpu"), torch.ones(4)):
+        with pytest.raises(RuntimeError, match="_swap_data_ptr_: storages must"):
+            storage._swap_data_ptr_(other.untyped_storage())

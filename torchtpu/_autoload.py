@@ -86,7 +86,7 @@ def _register() -> None:
 def _install() -> None:
     backend_registration.rename_privateuse1_backend("tpu")
     from torchtpu import config, startup
-    from torchtpu.api import amp, device, formatting, interop, memory, nvtx, rng, serialization, streams
+    from torchtpu.api import amp, device, formatting, interop, memory, nvtx, rng, serialization, storages, streams
     from torchtpu.compat import compiler_imports, data_parallel, imports
     from torchtpu.compile import artifacts
     from torchtpu.compile import backend as dynamo
@@ -97,7 +97,7 @@ def _install() -> None:
     for name, module in (("amp", amp), ("memory", memory), ("nvtx", nvtx), ("random", rng), ("streams", streams)):
         sys.modules[f"torch.tpu.{name}"] = module
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    parts = formatting, interop, memory, serialization, dynamo, artifacts, profiler, data_parallel, imports
+    parts = formatting, interop, memory, serialization, storages, dynamo, artifacts, profiler, data_parallel, imports
     for part in (*parts, compiler_imports):
         part.install()
     startup.start()
