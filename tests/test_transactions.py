@@ -510,3 +510,21 @@ def test_a_step_that_failed_leaves_no_state_for_a_name() -> None:
     assert not optimizer.state
     assert step(slice(None)).item() == 3
     assert list(optimizer.state) == ["seen", parameter]
+
+
+def test_a_step_made_of_two_that_failed_takes_back_what_it_counted() -> None:
+    class Twice(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            super().step()
+            return super().step()
+
+    parameter = nn.Parameter(torch.ones(3, device="tpu"))
+    torch.optim.Adam([parameter])  # gives Adam.step hooks of its own
+    optimizer = Twice([parameter])
+    for index in (torch.arange(3), torch.tensor([9, 0, 0])):
+        parameter.grad = torch.ones(3, device="tpu")[index.to("tpu")]
+        optimizer.step()
+        if 9 in index:
+            with pytest.raises(IndexError):
+                parameter.sum().item()
+        assert optimizer.state[parameter]["step"] == 2

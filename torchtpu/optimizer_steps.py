@@ -41,7 +41,9 @@ def _undo_of(optimizer: Optimizer) -> Callable[[], None] | None:
     """What takes back the states that a step has made and the steps that it has counted on the host, where an op before
     it has failed; None where it has done neither."""
     states = optimizer.state
-    num_known = _num_states.pop(optimizer, len(states))
+    num_known = _num_states.pop(optimizer, None)
+    if num_known is None:  # a step within this one, as super().step(), has been marked
+        return None
     made = [_reference(key) for key in islice(states, num_known, None)]
     first: dict[str, Any] = next((own for own in states.values() if isinstance(own, dict)), {})
     counted: list[torch.Tensor] = []
