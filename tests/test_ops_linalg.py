@@ -112,3 +112,21 @@ def test_lstsq_solves_full_and_deficient_systems() -> None:
                 got = LOWERINGS["linalg_lstsq"].function(jnp.asarray(a), jnp.asarray(b), driver=driver, ctx=ctx)
             torch.testing.assert_close(torch.from_numpy(jax.device_get(got[0]).copy()), want.solution)
             assert got[2].tolist() == want.rank.tolist()
+
+
+@pytest.mark.parametrize("upper", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cholesky_ends_before_the_first_bad_minor(dtype: torch.dtype, upper: bool) -> None:
+    good = torch.tensor([[4.0, 1, 0], [1, 5, 1], [0, 1, 6]])
+    bad = [[[4, 2, 3], [2, -5, 6], [3, 6, 9]], [[-1, 2, 3], [2, 5, 6], [3, 6, 9]], [[4, 2, 3], [2, 5, 6], [3, 6, 1]]]
+    a = torch.stack([good, *map(torch.tensor, bad), torch.zeros(3, 3)]).to(dtype)
+    factor, info = lower("linalg_cholesky_ex", a, upper=upper)
+    expected = torch.linalg.cholesky_ex(a, upper=upper)
+    torch.testing.assert_close(factor, expected.L, rtol=1e-5, atol=1e-6)
+    assert info.tolist() == expected.info.tolist() == [0, 2, 1, 3, 1]
+
+
+def test_cholesky_inverse_refuses_a_zero_on_the_diagonal() -> None:
+    for device in ("cpu", "tpu"):
+        with pytest.raises(torch.linalg.LinAlgError, match="element.* is zero, the inversion could not be completed"):
+            torch.cholesky_inverse(torch.diag(torch.tensor([1.0, 0.0])).to(device)).cpu()

@@ -66,9 +66,7 @@ def triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
 def linalg_cholesky_ex(self, *, upper=False, check_errors=False, ctx):
     if not self.size:
         return self, empty(ctx, 1)
-    a = adjoint(self) if upper else self
-    factor = jnp.tril(lax.linalg.cholesky(a, symmetrize_input=False))
-    info = _cholesky_info(a, factor)
+    factor, info = _factor_cholesky(adjoint(self) if upper else self)
     if check_errors:
         _check_positive_definite(ctx, "linalg.cholesky_ex", info)
     return adjoint(factor) if upper else factor, info
@@ -88,24 +86,36 @@ def _check_positive_definite(ctx: Any, name: str, info: Any) -> None:
     ctx.check(info == 0, message, LinAlgError)
 
 
-def _cholesky_info(a: Any, factor: Any) -> Any:
-    """0, or the order of the first leading minor that is not positive-definite; XLA only tells by NaNs."""
+def _factor_cholesky(a: Any) -> tuple[Any, Any]:
+    """The factor, and 0 or the order of the first leading minor that is not positive-definite, of which XLA makes NaNs.
+
+    As LAPACK does, the factor then ends before that minor's last column: what is left on its diagonal stands there, and
+    the rest is the array's.
+    """
+    size = a.shape[-1]
+    factor = jnp.tril(lax.linalg.cholesky(a, symmetrize_input=False))
     failed = jnp.isnan(jnp.diagonal(factor, axis1=-2, axis2=-1).real).any(-1)
 
-    def first_bad_minor() -> Any:
+    def until_first_bad_minor() -> tuple[Any, Any]:
         def step(k: Any, state: Any) -> Any:
-            rest, info = state
+            rest, made, info = state
             pivot = rest[..., k, k].real
             bad = ~(pivot > 0)
-            column = rest[..., :, k] / jnp.where(bad, 1, pivot)[..., None]
-            rest = rest - column[..., :, None] * jnp.conj(rest[..., None, :, k])
-            return rest, jnp.where((info == 0) & bad, k + 1, info)
+            column = rest[..., :, k] / jnp.sqrt(jnp.where(bad, 1, pivot))[..., None]
+            info = jnp.where((info == 0) & bad, k + 1, info)
+            here = jnp.arange(size) == k
+            is_made = (info == 0)[..., None, None] & here
+            is_left = (info == k + 1)[..., None, None] & here & here[:, None]
+            made = jnp.where(is_made, column[..., None], made)
+            made = jnp.where(is_left, pivot[..., None, None].astype(made.dtype), made)
+            return rest - column[..., None] * jnp.conj(column[..., None, :]), made, info
 
         lower = jnp.tril(a)
         full = lower + adjoint(jnp.tril(a, -1))
-        return lax.fori_loop(0, a.shape[-1], step, (full, jnp.zeros(failed.shape, jnp.int32)))[1]
+        _, made, info = lax.fori_loop(0, size, step, (full, lower, jnp.zeros(failed.shape, jnp.int32)))
+        return jnp.where(failed[..., None, None], jnp.tril(made), factor), info
 
-    return lax.cond(failed.any(), first_bad_minor, lambda: jnp.zeros(failed.shape, jnp.int32))
+    return lax.cond(failed.any(), until_first_bad_minor, lambda: (factor, jnp.zeros(failed.shape, jnp.int32)))
 
 
 @lowering("_cholesky_solve_helper")
@@ -115,7 +125,9 @@ def cholesky_solve_helper(self, A, upper):
 
 
 @lowering("cholesky_inverse")
-def cholesky_inverse(self, upper=False):
+def cholesky_inverse(self, upper=False, *, ctx):
+    message = "cholesky_inverse: The diagonal element is zero, the inversion could not be completed because the input "
+    ctx.check(jnp.diagonal(self, axis1=-2, axis2=-1) != 0, f"{message}matrix is singular.", LinAlgError)
     identity = jnp.broadcast_to(jnp.eye(self.shape[-1], dtype=self.dtype), self.shape)
     return cholesky_solve_helper(identity, self, upper)
 
