@@ -130,3 +130,29 @@ def test_cholesky_inverse_refuses_a_zero_on_the_diagonal() -> None:
     for device in ("cpu", "tpu"):
         with pytest.raises(torch.linalg.LinAlgError, match="element.* is zero, the inversion could not be completed"):
             torch.cholesky_inverse(torch.diag(torch.tensor([1.0, 0.0])).to(device)).cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [(0, 0), (1, 1), (0, 2)])
+def test_what_is_taken_from_a_pivot_of_nan_is_nan(place: tuple[int, int], dtype: torch.dtype) -> None:
+    a = torch.tensor([[4.0, 2, 3, 1], [2, 5, 6, 1], [3, 6, 9, 2]]).to(dtype)
+    a[place] = torch.nan
+    for each in (a, a[:, :3]):
+        lu, pivots, info = lower("linalg_lu_factor_ex", each)
+        expected = torch.linalg.lu_factor_ex(each.contiguous())
+        assert lu.isnan().tolist() == expected.LU.isnan().tolist()
+        assert (pivots.tolist(), info.item()) == (expected.pivots.tolist(), 0)
+
+
+def test_ldl_stops_at_a_pivot_of_nan() -> None:
+    a = torch.tensor([[4.0, 2, 3], [2, 5, 6], [3, 6, torch.nan]])
+    (factor, pivots, info), expected = lower("linalg_ldl_factor_ex", a), torch.linalg.ldl_factor_ex(a)
+    torch.testing.assert_close(factor, expected.LD, equal_nan=True)
+    assert (pivots.tolist(), info.item()) == (expected.pivots.tolist(), expected.info.item()) == ([1, 2, 3], 3)
+
+
+def test_singular_values_of_infinities_end() -> None:
+    a = torch.tensor([[torch.inf, 2, 3], [2, 5, 6], [3, 6, 9]])
+    assert torch.linalg.lstsq(a.to("tpu"), torch.eye(3, device="tpu")).solution.isnan().all()
+    with pytest.raises(torch.linalg.LinAlgError, match="non-finite values"):
+        torch.linalg.svd(a.to("tpu")).S.cpu()

@@ -39,7 +39,7 @@ def linalg_ldl_factor_ex(self, *, hermitian=False, check_errors=False, ctx):
 
 
 def _factor(a: Any, hermitian: bool) -> tuple[Any, Any, Any]:
-    """(L below and D on and below the diagonal, pivots, the first zero block counted from 1 or 0)."""
+    """(L below and D on and below the diagonal, pivots, the first block of zero or NaN counted from 1 or 0)."""
     size, conj = a.shape[-1], (jnp.conj if hermitian else lambda x: x)
     length = lambda x: jnp.abs(x.real) + jnp.abs(x.imag) if jnp.iscomplexobj(x) else jnp.abs(x)
     row = jnp.arange(size)
@@ -58,7 +58,7 @@ def _factor(a: Any, hermitian: bool) -> tuple[Any, Any, Any]:
         _, row_max = largest(rest[:, other], (row >= k) & (row != other))
         stays = (here >= ALPHA * column_max) | (here * row_max >= ALPHA * column_max * column_max)
         alone = stays | (length(rest[other, other]) >= ALPHA * row_max)
-        is_zero = jnp.maximum(here, column_max) == 0
+        is_zero = (jnp.maximum(here, column_max) == 0) | jnp.isnan(here)
         return jnp.where(stays | is_zero, k, other), ~alone & ~is_zero, is_zero
 
     def step(state: Any) -> Any:

@@ -143,11 +143,20 @@ def factor_lu(a: Any, pivot: bool = True) -> tuple[Any, Any, Any]:
         return a, pivots, jnp.zeros(a.shape[:-2], jnp.int32)
     if pivot:
         lu, pivots, _ = lax.linalg.lu(a)
+        lu = _behind_nan_lost(lu)
     else:
         lu, pivots = _lu_without_pivots(a), jnp.broadcast_to(jnp.arange(size), (*a.shape[:-2], size))
     zero = jnp.diagonal(lu, axis1=-2, axis2=-1) == 0
     info = jnp.where(zero.any(-1), jnp.argmax(zero, -1) + 1, 0)
     return lu, pivots.astype(jnp.int32) + 1, info.astype(jnp.int32)
+
+
+def _behind_nan_lost(lu: Any) -> Any:
+    """LU with NaN in what a pivot of NaN is taken from; OpenBLAS takes such a pivot for zero."""
+    is_nan = jnp.isnan(jnp.diagonal(lu, axis1=-2, axis2=-1))
+    first = jnp.where(is_nan.any(-1), jnp.argmax(is_nan, -1), lu.shape[-1])[..., None, None]
+    rows, columns = jnp.arange(lu.shape[-2])[:, None], jnp.arange(lu.shape[-1])
+    return jnp.where((rows > first) & (columns >= first), jnp.nan, lu)
 
 
 def _lu_without_pivots(a: Any) -> Any:
@@ -297,6 +306,7 @@ def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None, ctx):
 
 
 def _svd(x: Any, ctx: Any, **options: bool) -> Any:
+    x = jnp.where(jnp.isinf(x), jnp.nan, x)  # at infinity LAPACK may never end, NaN it returns
     svd = functools.partial(lax.linalg.svd, **options)
     if ctx.platform != "tpu" or x.dtype != jnp.float32:
         return svd(x)
