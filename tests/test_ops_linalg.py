@@ -156,3 +156,13 @@ def test_singular_values_of_infinities_end() -> None:
     assert torch.linalg.lstsq(a.to("tpu"), torch.eye(3, device="tpu")).solution.isnan().all()
     with pytest.raises(torch.linalg.LinAlgError, match="non-finite values"):
         torch.linalg.svd(a.to("tpu")).S.cpu()
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.complex128, 1e-12)])
+def test_matrix_exp_is_exact_for_all_norms(dtype: torch.dtype, rtol: float) -> None:
+    a = torch.tensor([[4.0, 1, 0], [1, 5, 1], [0, 1, 6]], dtype=torch.float64)
+    scales = torch.tensor([0, 0.01, 0.6, 1, 2, 4, 10, -3])[:, None, None]
+    (made,) = lower("linalg_matrix_exp", (a * scales).to(dtype))
+    expected = torch.matrix_exp(a * scales)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other.to(dtype), rtol=rtol, atol=rtol * other.abs().max().item())
