@@ -166,3 +166,32 @@ def test_matrix_exp_is_exact_for_all_norms(dtype: torch.dtype, rtol: float) -> N
     expected = torch.matrix_exp(a * scales)
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one, other.to(dtype), rtol=rtol, atol=rtol * other.abs().max().item())
+
+
+RESIZED: dict[str, tuple[Any, int]] = {
+    "linalg_eigh": (lambda x, a, out: torch.linalg.eigh(a, out=out), 2),
+    "linalg_qr": (lambda x, a, out: torch.linalg.qr(x, out=out), 2),
+    "linalg_lu_factor": (lambda x, a, out: torch.linalg.lu_factor(a, out=out), 2),
+    "linalg_ldl_factor": (lambda x, a, out: torch.linalg.ldl_factor(a, out=out), 2),
+    "triangular_solve": (lambda x, a, out: torch.triangular_solve(a, a, out=out), 2),
+    "linalg_lu_solve": (lambda x, a, out: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), a, out=out[0]), 1),
+    "fft_ihfft2": (lambda x, a, out: torch.fft.ihfft2(x, out=out[0].cfloat()), 1),
+    "fft_hfft": (lambda x, a, out: torch.fft.hfft(x.cfloat(), dim=0, out=out[0]), 1),
+}
+
+
+@pytest.mark.parametrize("shape", [(0,), (2,), (7, 3)])
+@pytest.mark.parametrize("name", RESIZED)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized", "ignore:torch.triangular_solve")
+def test_outputs_that_are_resized_lie_as_on_the_cpu(name: str, shape: tuple[int, ...]) -> None:
+    call, count = RESIZED[name]
+
+    def strides(device: str) -> list[tuple[int, ...]]:
+        x, a = torch.ones(3, 4, device=device), 2 * torch.eye(3, device=device)
+        out = [torch.empty(shape, device=device) for _ in range(count)]
+        if name in ("linalg_lu_factor", "linalg_ldl_factor"):
+            out[1] = out[1].int()
+        made = call(x, a, out)
+        return [each.stride() for each in (made if isinstance(made, tuple) else [made])]
+
+    assert strides("tpu") == strides("cpu")

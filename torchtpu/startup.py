@@ -83,7 +83,7 @@ class LazyEngine:
         assert entry.infer is not None, f"{name} has no shape inference"
         taken = len(schema_of(entry.name).arguments)
         made = entry.infer(*args[:taken])
-        return _resized(made, args[taken:]) if args[taken:] else made
+        return _resized(made, args[taken:], name.startswith("_fft_")) if args[taken:] else made
 
     def fallback(self, name: str, dtype: torch.dtype | None, line: str, nbytes: int) -> None:
         fallback.report(name, dtype, line, nbytes)
@@ -140,12 +140,14 @@ class _Process:
     is_in_bad_fork = False
 
 
-def _resized(made: Any, outs: Any) -> Any:
-    """The meta tensors `outs` as an op leaves them that writes results like `made` into them."""
+def _resized(made: Any, outs: Any, is_contiguous: bool) -> Any:
+    """The meta tensors `outs` as an op leaves them that writes results like `made` into them; resized ones lie as these
+    do or, as those of Fourier transforms, are contiguous."""
     for result, out in zip([made] if isinstance(made, torch.Tensor) else made, outs, strict=True):
         if out.shape != result.shape:
             _maybe_resize_out(out, result.shape)
-            out.as_strided_(result.shape, result.stride())
+            if not is_contiguous:
+                out.as_strided_(result.shape, result.stride())
         _safe_copy_out(copy_from=result, copy_to=out, exact_dtype=True)
     return outs[0] if len(outs) == 1 else tuple(outs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchtpu.ops.linalg.linalg import LinAlgError, empty
+from torchtpu.ops.linalg.linalg import LinAlgError, as_new, empty
 from torchtpu.ops.registry import jax, jnp, lax, lowering
 
 ALPHA = (1 + math.sqrt(17)) / 8  # Bunch and Kaufman's bound of growth
@@ -26,7 +26,7 @@ def _swap(x: Any, i: Any, j: Any, axis: int) -> Any:
     return jnp.take(x, jnp.where(place == i, j, jnp.where(place == j, i, place)), axis)
 
 
-@lowering("linalg_ldl_factor_ex")
+@lowering("linalg_ldl_factor_ex", infer=as_new("linalg_ldl_factor_ex"))
 def linalg_ldl_factor_ex(self, *, hermitian=False, check_errors=False, ctx):
     batch = self.shape[:-2]
     if not self.size:

@@ -6,6 +6,7 @@ On the CPU platform XLA calls LAPACK, on TPU its own expansions; `info` outputs 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,19 @@ def empty(ctx: Any, index: int) -> Any:
     return jnp.zeros(shape, jax_dtype(dtype))
 
 
+def as_new(name: str) -> Callable[..., Any]:
+    """Shape inference that says how new results lie in memory: resized out= arguments, which torch's Python code makes
+    contiguous, lie as they do."""
+
+    def infer(*values: Any) -> Any:
+        operator = getattr(torch.ops.aten, name).default
+        given = zip(operator._schema.arguments, values, strict=False)
+        named = {argument.name: value for argument, value in given if argument.kwarg_only}
+        return operator(*values[: len(values) - len(named)], **named)
+
+    return infer
+
+
 def _broadcast_batch(*arrays: tuple[Any, int]) -> list[Any]:
     """Arrays with the leading dimensions broadcast; each comes with the number of its trailing ones."""
     batch = jnp.broadcast_shapes(*(a.shape[: a.ndim - core] for a, core in arrays))
@@ -52,7 +66,7 @@ def linalg_solve_triangular(self, B, *, upper, left=True, unitriangular=False):
     return solve_triangle(a, b, lower=not upper, left=left, unit=unitriangular)
 
 
-@lowering("triangular_solve")
+@lowering("triangular_solve", infer=as_new("triangular_solve"))
 def triangular_solve(self, A, upper=True, transpose=False, unitriangular=False):
     a, b = _broadcast_batch((A, 2), (self, 2))
     turned = jnp.swapaxes(a, -1, -2) if transpose else a
@@ -193,7 +207,7 @@ def _check_invertible(ctx: Any, name: str, info: Any) -> None:
     ctx.check(info == 0, f"{name}: The diagonal element of U is zero, the matrix is singular", LinAlgError)
 
 
-@lowering("linalg_lu_factor_ex")
+@lowering("linalg_lu_factor_ex", infer=as_new("linalg_lu_factor_ex"))
 def linalg_lu_factor_ex(self, *, pivot=True, check_errors=False, ctx):
     lu, pivots, info = factor_lu(self, pivot)
     if check_errors:
@@ -221,7 +235,7 @@ def lu_unpack(LU_data, LU_pivots, unpack_data=True, unpack_pivots=True, *, ctx):
     return p, lower, upper
 
 
-@lowering("linalg_lu_solve")
+@lowering("linalg_lu_solve", infer=as_new("linalg_lu_solve"))
 def linalg_lu_solve(LU, pivots, B, *, left=True, adjoint=False):
     lu, pivots, b = _broadcast_batch((LU, 2), (pivots, 1), (B, 2))
     if left:
@@ -252,7 +266,7 @@ def linalg_inv_ex(A, *, check_errors=False, ctx):
 # Orthogonal factorizations
 
 
-@lowering("linalg_qr")
+@lowering("linalg_qr", infer=as_new("linalg_qr"))
 def linalg_qr(A, mode="reduced", *, ctx):
     if 0 in A.shape[-2:]:
         q, r = (empty(ctx, i) for i in range(2))
@@ -320,7 +334,7 @@ def _eye_like(x: Any) -> Any:
     return jnp.broadcast_to(jnp.eye(*x.shape[-2:], dtype=x.dtype), x.shape)
 
 
-@lowering("_linalg_eigh")
+@lowering("_linalg_eigh", infer=as_new("_linalg_eigh"))
 def linalg_eigh(A, UPLO="L", compute_v=True, *, ctx):
     if not A.size:
         return empty(ctx, 0), empty(ctx, 1)
