@@ -2,6 +2,7 @@
 
     python packaging/fragment_templates.py            # writes the files
     python packaging/fragment_templates.py --check    # fails where a template is not what tracing gives
+    python packaging/fragment_templates.py --renew    # looks only at templates of changed lowerings, in minutes
 
 The ops are those that `ordinary` calls. One becomes a template where
 
@@ -30,7 +31,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ os.environ |= {"TORCHTPU_CACHE": "off", "TORCHTPU_TIERS": "off"}
 import jax
 import torch
 import torch.nn.functional as F
+from described_ops import filled, op_of
 
 from torchtpu import ops, startup
 from torchtpu.ops import counted
@@ -60,6 +62,7 @@ A, B, C, D = 21, 29, 97, 103  # sizes of the ordinary ops, which have no other n
 E = 41
 PART = 23  # of each of these but A, and a number of heads
 ANY = 43  # an int that is no size
+PRIMES = (29, 97, 103, 41, 53, 59, 61, 67, 71, 73, 79, 83)  # sizes of ops that are made of descriptions
 HEADS = (16, 32, 64, 128)  # sizes of attention's heads, of which it takes the root
 LITERAL = {*map(str, (*range(20), *HEADS))}
 # Tens, whose products have few digits.
@@ -1054,6 +1057,37 @@ def without_padding(op: Op) -> Op:
     return dataclasses.replace(op, args=args, results=results, writes=writes, padding=None)
 
 
+def misfit(op: Op, numbers: Container[int]) -> dict[int, int]:
+    """One of the numbers that does not fit the others in the padding of an op, and what would; empty where all do."""
+    assert op.padding is not None
+    capacities = {name: capacity for name, (_, _, capacity) in zip("abc", op.padding.bounds, strict=False)}
+
+    def size(text: int | str) -> int:
+        return eval(text, dict(capacities)) if isinstance(text, str) else text  # noqa: S307 -- the recorder's own
+
+    items = itertools.chain.from_iterable(arg if isinstance(arg, tuple) else [arg] for arg in op.args)
+    arrays = [*(item for item in items if isinstance(item, Operand)), *results_of(op)]
+    for array, extent in zip(arrays, [*op.padding.reads, *op.padding.made], strict=True):
+        if extent is None:
+            continue
+        for have, text in zip(array.sizes, extent.shape, strict=False):
+            if have != size(text) and isinstance(text, str) and have in numbers:
+                return {have: size(text)}
+        for have, (start, count, step) in zip(extent.factors, extent.ranges, strict=True):
+            end = size(start) + size(count) * step
+            if isinstance(have, int) and end > have and have in numbers:
+                multiples = itertools.count(-(-end // size(count)) * size(count), size(count))
+                return {have: next(n for n in multiples if n not in numbers)}
+        if not extent.factors:
+            continue
+        of_shape, of_factors = (math.prod(map(size, part)) for part in (extent.shape, extent.factors))
+        for part, times, by in ((extent.shape, of_factors, of_shape), (extent.factors, of_shape, of_factors)):
+            for number in map(int, re.findall(r"\d+", str(part)) if of_shape != of_factors else ()):
+                if number in numbers and number * times % by == 0:
+                    return {number: number * times // by}
+    return {}
+
+
 def shaped(op: Op, shape: tuple[Any, ...]) -> Op:
     """The op with another shape of all arrays that have dimensions."""
     changed: Op = resized(op, lambda old: shape if old else old)
@@ -1094,6 +1128,43 @@ class Maker:
         if decided is None or not all(pair in template.apart for pair in decided):
             return False
         return self.traced(op, entry) == template.filled(pattern_of(op)[1]) and self._holds(op, entry, template, EQUAL)
+
+    def renewed(self, line: str, entry: LoweringEntry) -> Made | None:
+        """What a line says if it is what tracing gives an op that it is for, else what that has now, if anything."""
+        text, wanted, _, *fields = json.loads(line)
+        try:
+            op, pattern = self._example(text, wanted, entry)
+            held = pattern, FragmentTemplate(*fields)
+            made = held if self.agrees(op, entry, held) else self.make(op, entry)
+        except Exception:  # noqa: BLE001 - whatever a lowering raises now
+            return None
+        return made if made is not None and made[0] == pattern else None
+
+    def _example(self, text: str, wanted: Sequence[str], entry: LoweringEntry) -> tuple[Op, str]:
+        """An op that a line is for, and its pattern; raises ValueError where another line is for that op."""
+        if f"<{templates.SHAPE}x" in text:
+            return op_of(text.replace(f"<{templates.SHAPE}x", f"<{A}x{B}x")), text
+        places = [*zip(text.split("#"), wanted, strict=False)]  # what stands before each size
+        letters = dict.fromkeys(letter for size in wanted for letter in size.split(".") if letter.isalpha())
+        sized = {letter for before, size in places if not before.endswith("int:") for letter in size.split(".")}
+        sizes = {letter: ANY for letter in letters if letter not in sized}
+        sizes |= zip([size for before, size in places if before.endswith(" of ")], CHANGING, strict=False)
+        sizes |= zip([letter for letter in letters if letter not in sizes], PRIMES, strict=False)
+        given = {letter for size in wanted[: text.partition(")->(")[0].count("#")] for letter in size.split(".")}
+        for _ in letters:
+            op = op_of(filled(text, wanted, sizes))
+            if op.padding is not None:
+                became = misfit(op, {*sizes.values()})
+            elif given >= {*letters}:
+                became = {}
+            else:  # what only results have follows
+                ((_, became),) = self._tracer.resized([(op, entry, {sizes[k]: sizes[k] for k in given if k in sizes})])
+            sizes = {letter: became.get(size, size) for letter, size in sizes.items()}
+        op = op_of(filled(text, wanted, sizes))
+        pattern = pattern_of(op)[0]
+        if templates.without_sizes(pattern) != (text, [*wanted]):
+            raise ValueError(f"{described(op)} has another pattern")
+        return op, pattern
 
     def traced(self, op: Op, entry: LoweringEntry) -> tracing.Fragment:
         """What tracing the op as it is gives."""
@@ -1269,8 +1340,12 @@ def make(found: Sequence[Op]) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--renew", action="store_true")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="of the calls whose ops are checked")
     options = parser.parse_args()
+    if options.renew:
+        renew()
+        return
     first, step = map(int, options.part.split("/"))
     found = ordinary_ops(first, step) + padded_ops(first, step)
     if options.check:
@@ -1299,6 +1374,33 @@ def check(found: Sequence[Op]) -> None:
             if not is_held:
                 what = "not in the files" if filled is None else "another one in the files"
                 sys.exit(f"{described(op)} for {platform}: {what}; python {__file__} makes them anew")
+
+
+def renew() -> None:
+    """Of the templates of changed sources keeps those that are what tracing gives now; the others are made anew where
+    the description says enough, or dropped."""
+    makers = {platform: Maker(platform) for platform in PLATFORMS}
+    counts = Counter[str]()
+    for file in sorted(FOLDER.iterdir()):
+        head, *lines = file.read_text().splitlines()
+        entries = {platform: startup.lowerings().entry(file.stem, platform) for platform in PLATFORMS}
+        homes = {inspect.unwrap(entry.function).__module__ for entry in entries.values()}
+        sources = {home: templates.digest_of_sources(home) for home in homes}
+        if sources.items() <= json.loads(head)["sources"].items():
+            continue
+        print(f"{file.stem}: {len(lines)}", file=sys.stderr)
+        renewed: dict[str, None] = {}
+        for line in lines:
+            found: dict[str, list[str]] = {}
+            for platform in json.loads(line)[2]:
+                template = makers[platform].renewed(line, entries[platform])
+                found.setdefault(json.dumps(template), []).append(platform)
+            made = [(platforms, *json.loads(text)) for text, platforms in found.items() if text != "null"]
+            its = [templates.line_of(at, pattern, FragmentTemplate(*fields)) for at, pattern, fields in made]
+            counts["kept" if its == [line] else "made anew" if its else "dropped"] += 1
+            renewed |= dict.fromkeys(its)
+        file.write_text("\n".join([json.dumps({"jax": jax.__version__, "sources": sources}), *sorted(renewed)]) + "\n")
+    print(", ".join(f"{counts[word]} {word}" for word in ("kept", "made anew", "dropped")))
 
 
 if __name__ == "__main__":

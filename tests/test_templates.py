@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from script import run_script
 
 from torchtpu import metrics, ops, startup
 from torchtpu.ops.registry import LOWERINGS
+from torchtpu.runtime.ir.calls import describe_results, parameters
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Result
 from torchtpu.runtime.lowering import templates
 from torchtpu.runtime.lowering.templates import FragmentTemplate, Templates
@@ -131,6 +133,16 @@ def test_every_template_is_a_program(held: Any) -> None:
     assert None not in made
     main = "func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> { return %x : tensor<2xf32> }"
     startup.engine().client.compile(f"module {{\n{main}\n{bodies}\n}}", 0)  # reads and verifies all of them
+
+
+def test_an_op_made_of_a_description_has_that_description(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(MAKER.parent)
+    op_of = importlib.import_module("described_ops").op_of
+    texts = [text for _, rows in held.values() for text, *_ in rows[::10]]
+    for text in (text.replace("#", "256").replace("<Sx", "<5x3x") for text in texts):
+        op = op_of(text)
+        described = f"{op.name}({parameters(op)[0]})->({describe_results(op)}) {op.settings}"
+        assert templates.with_room(described) == text
 
 
 def test_sizes_become_letters() -> None:
