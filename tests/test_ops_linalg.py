@@ -128,7 +128,7 @@ def test_cholesky_ends_before_the_first_bad_minor(dtype: torch.dtype, upper: boo
 
 def test_cholesky_inverse_refuses_a_zero_on_the_diagonal() -> None:
     for device in ("cpu", "tpu"):
-        with pytest.raises(torch.linalg.LinAlgError, match="element.* is zero, the inversion could not be completed"):
+        with pytest.raises(torch.linalg.LinAlgError, match="is zero, the inversion could not be completed"):
             torch.cholesky_inverse(torch.diag(torch.tensor([1.0, 0.0])).to(device)).cpu()
 
 
@@ -195,3 +195,24 @@ def test_outputs_that_are_resized_lie_as_on_the_cpu(name: str, shape: tuple[int,
         return [each.stride() for each in (made if isinstance(made, tuple) else [made])]
 
     assert strides("tpu") == strides("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("place", ["input", "factor"])
+def test_scales_of_zero_ignore_nan_where_the_cpu_does(place: str, dtype: torch.dtype) -> None:
+    def call(op: Any, beta: float, alpha: float, device: str) -> torch.Tensor:
+        x, a = torch.ones(40, 40, dtype=dtype), torch.ones(40, 40, dtype=dtype)
+        if dtype.is_floating_point:
+            (x if place == "input" else a)[0, 0] = torch.nan
+        return op(x.to(device), a.to(device), beta, alpha).cpu()
+
+    for op in (
+        lambda x, a, beta, alpha: torch.addmm(x, a, a, beta=beta, alpha=alpha),
+        lambda x, a, beta, alpha: torch.addmv(x[0], a, a[1], beta=beta, alpha=alpha),
+        lambda x, a, beta, alpha: torch.addr(x, a[0], a[1], beta=beta, alpha=alpha),
+        lambda x, a, beta, alpha: torch.addbmm(x, a[None], a[None], beta=beta, alpha=alpha),
+        lambda x, a, beta, alpha: torch.baddbmm(x[None], a[None], a[None], beta=beta, alpha=alpha),
+    ):
+        for scales in ((0, 1), (1, 0), (0, 0), (2, 0)):
+            expected = call(op, *scales, "cpu")
+            torch.testing.assert_close(call(op, *scales, "tpu"), expected, equal_nan=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtpu.ops.registry import as_dtype, composed, jax, jax_dtype, jnp, lax, lowering, opmath
 
-_SCALES = {"beta": (0.0, 1.0), "alpha": (1.0,)}
+_SCALES = {"beta": (0.0, 1.0), "alpha": (0.0, 1.0)}
 
 
 def precision_of(dtype: Any, precision: str | None) -> Any:
@@ -57,19 +57,27 @@ def product(x: Any, y: Any, ctx: Any) -> Any:
     return contract(x, y, ((x.ndim - 1,), (len(batch),)), (batch, batch), ctx)
 
 
+def _is(factor: Any, number: int) -> bool:
+    return isinstance(factor, (bool, int, float, complex)) and factor == number
+
+
 def scaled(x: Any, factor: Any) -> Any:
     """`x * factor` in `x`'s dtype; `factor` is a number that a program may take at run time."""
-    if isinstance(factor, (bool, int, float, complex)) and factor == 1:
+    if _is(factor, 1):
         return x
     return x * jnp.asarray(factor).astype(x.dtype)
 
 
 def blend(beta: Any, self: Any, alpha: Any, made: Any) -> Any:
-    """`beta * self + alpha * made`, where `beta == 0` ignores `self`, even its NaNs."""
-    made = scaled(made, alpha)
-    if isinstance(beta, (bool, int, float, complex)) and beta == 0:
-        return made
-    return scaled(self.astype(made.dtype), beta) + made
+    """`beta * self + alpha * made`, where `beta == 0` ignores `self`, even its NaNs.
+
+    So does `alpha == 0` with `made`, but not in half precision, for which the CPU does not call BLAS.
+    """
+    is_ignored = _is(alpha, 0) and self.dtype.itemsize > 2
+    if _is(beta, 0):
+        return jnp.zeros_like(made) if is_ignored else scaled(made, alpha)
+    kept = scaled(self.astype(made.dtype), beta)
+    return jnp.broadcast_to(kept, made.shape) if is_ignored else kept + scaled(made, alpha)
 
 
 @lowering("mm", "bmm", "mv", multiplies=True)
@@ -205,7 +213,7 @@ def addr(self, vec1, vec2, *, beta=1, alpha=1, ctx):
     if self.dtype == bool:
         made = vec1[:, None] & vec2[None, :] & bool(alpha)
         return made | self if beta else made
-    return blend(beta, opmath(self), alpha, opmath(vec1)[:, None] * opmath(vec2)[None, :])
+    return blend(beta, opmath(self), 1, scaled(opmath(vec1)[:, None] * opmath(vec2)[None, :], alpha))
 
 
 def _infer_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
