@@ -595,3 +595,15 @@ DIVISIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_the_trial_of_a_call_does_not_refuse_values_that_it_made_up(name: str) -> None:
     expected, found = (DIVISIONS[name](torch.tensor([4, 5, 7], device=on)) for on in ("cpu", "tpu"))
     torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+@pytest.mark.parametrize("index", [[3], [-1]])
+def test_what_index_add_raises_depends_on_the_dimensions(index: list[int], on: str) -> None:
+    for shape, error, message in (
+        ((3,), IndexError, "index out of range in self"),
+        ((3, 2), RuntimeError, "is out of bounds for dimension 0 with size 3"),
+    ):
+        x = torch.zeros(shape, device=on)
+        with pytest.raises(error, match=message):
+            x.index_add(0, torch.tensor(index, device=on), torch.ones((1, *shape[1:]), device=on)).cpu()

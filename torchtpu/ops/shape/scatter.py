@@ -88,9 +88,10 @@ def _identity(how: str, dtype: Any) -> Any:
 
 @lowering("index_add", structural={"alpha": (1,)})
 def index_add(x, dim, index, source, *, alpha=1, ctx):
-    message = out_of_bounds(dim % max(x.ndim, 1), x.shape[dim] if x.ndim else 1)
     source = source if isinstance(alpha, int) and alpha == 1 else (opmath(source) * alpha).astype(source.dtype)
-    return _into_slices(ctx, "sum", x, dim, index, source, message, RuntimeError)
+    if x.ndim < 2:
+        return _into_slices(ctx, "sum", x, dim, index, source, "index out of range in self")
+    return _into_slices(ctx, "sum", x, dim, index, source, out_of_bounds(dim % x.ndim, x.shape[dim]), RuntimeError)
 
 
 @lowering("index_copy")
