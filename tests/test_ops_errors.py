@@ -598,6 +598,16 @@ def test_the_trial_of_a_call_does_not_refuse_values_that_it_made_up(name: str) -
 
 
 @pytest.mark.parametrize("on", ["cpu", "tpu"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("is_last_included", [False, True])
+@pytest.mark.parametrize("offsets", [[1, 2], [-1, 2], [0, 5], [0, 2, 9]])
+def test_offsets_of_bags_are_checked(offsets: list[int], is_last_included: bool, mode: str, on: str) -> None:
+    given = torch.tensor([0, 1, 2, 3], device=on), torch.ones(5, 2, device=on), torch.tensor(offsets, device=on)
+    with pytest.raises(RuntimeError, match=r"offsets\[0\] has to be 0|offsets\[-1\] can not be greater"):
+        F.embedding_bag(*given, mode=mode, include_last_offset=is_last_included).cpu()
+
+
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
 @pytest.mark.parametrize("index", [[3], [-1]])
 def test_what_index_add_raises_depends_on_the_dimensions(index: list[int], on: str) -> None:
     for shape, error, message in (

@@ -79,6 +79,7 @@ def embedding_bag(weight, indices, offsets, scale_grad_by_freq=False, mode=SUM, 
     size = weight.shape[0]
     ok = (indices >= 0) & (indices < size)
     ctx.check(ok, f"Index of input takes a value which is not in the valid range [0, {size})", RuntimeError)
+    _check_offsets(ctx, offsets, indices.shape[0], mode)
     offsets = offsets[:-1] if include_last_offset else offsets
     bags = offsets.shape[0]
     bag = _bag_of(offsets, indices.shape[0])
@@ -95,6 +96,17 @@ def embedding_bag(weight, indices, offsets, scale_grad_by_freq=False, mode=SUM, 
     if mode == MEAN:
         out = out / jnp.maximum(length, 1).astype(out.dtype)[:, None]
     return out, bag, length, length
+
+
+def _check_offsets(ctx: Any, offsets: Any, count: int, mode: int) -> None:
+    if not offsets.size:
+        return
+    message = "offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0."
+    ctx.check(offsets[:1] == 0, message, RuntimeError)
+    message = f"offsets[-1] can not be greater than input's length {count}"
+    ctx.check(offsets[-1:] <= count, message, RuntimeError)
+    if mode != MAX:
+        ctx.check(offsets[1:] >= offsets[:-1], "offsets must not decrease", RuntimeError)
 
 
 def _bag_of(offsets: Any, count: int) -> Any:
