@@ -49,6 +49,9 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "lu_solve into doubles": lambda on: torch.linalg.lu_solve(
         *torch.linalg.lu_factor(torch.eye(3, device=on)), *ones(on, (3, 2)), out=into(on, torch.double, 3, 2)
     ),
+    "histc of booleans": lambda on: torch.histc(ones(on, (2,))[0].bool(), 4),
+    "histc of complex numbers": lambda on: torch.histc(ones(on, (2,))[0].cfloat(), 4, 0, 2),
+    "normal with a complex deviation": lambda on: torch.normal(ones(on, (2,))[0], ones(on, (2,))[0].cfloat()),
     "slogdet of what is not square": lambda on: torch.slogdet(ones(on, (2, 3))[0]),
     "mm of booleans": lambda on: torch.mm(*[ones(on, (2, 2))[0].bool()] * 2),
     "celu without a slope": lambda on: F.celu(*ones(on, (2,)), alpha=0.0),

@@ -155,10 +155,15 @@ def normal_std(mean, std, *, generator, ctx):
     return normal_mean_std(jnp.asarray(mean, std.dtype), std, generator=generator, ctx=ctx)
 
 
-@lowering("normal.Tensor_Tensor")
+def _infer_normal_mean_std(mean: torch.Tensor, std: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if std.is_complex():
+        raise RuntimeError("normal expects standard deviation to be non-complex")
+    return torch.ops.aten.normal.Tensor_Tensor(mean, std)
+
+
+@lowering("normal.Tensor_Tensor", infer=_infer_normal_mean_std)
 def normal_mean_std(mean, std, *, generator, ctx):
-    if not jnp.issubdtype(std.dtype, jnp.complexfloating):
-        ctx.check(std >= 0, "normal expects all elements of std >= 0.0", RuntimeError)
+    ctx.check(std >= 0, "normal expects all elements of std >= 0.0", RuntimeError)
     shape = jnp.broadcast_shapes(mean.shape, std.shape)
     return normal(generator, shape, mean.dtype) * std + mean
 

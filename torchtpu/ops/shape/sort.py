@@ -239,7 +239,13 @@ def scalar_isin(element, tests, *, assume_unique=False, invert=False):
 # Histograms
 
 
-@lowering("histc")
+def _infer_histc(x: torch.Tensor, *options: Any) -> torch.Tensor:
+    if x.dtype == torch.bool or x.is_complex():
+        raise NotImplementedError(f'"histogram" not implemented for {x.dtype}')
+    return torch.ops.aten.histc(x, *options)
+
+
+@lowering("histc", infer=_infer_histc)
 def histc(x, bins=100, min=0, max=0, *, ctx):
     low, high = _range(x, min, max)
     ok = jnp.isfinite(low) & jnp.isfinite(high)
