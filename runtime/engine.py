@@ -231,15 +231,9 @@ class Engine:
             self._make(plan, itertools.chain([following], ways), failed)
 
     def _ways(self, plan: Any, program: Program, failed: list[tuple[str, Exception]]) -> Iterator[Way]:
-        """The ways to run a region, best first: padded (see `padding`), in parts, and plain. What has no padded form
-        yet waits for one where its pieces are there. Where nothing may be compiled, what another process padded, or did
-        not, serves too."""
+        """The ways to run a region, best first: padded (see `padding`), in parts, and plain. Where nothing may be
+        compiled, what another process padded, or did not, serves too."""
         device, before = plan.device, plan.before
-        waits = before is not None and self._layouts.may_wait(program)
-        if waits:
-            pieces = self._known_pieces(plan, program, failed)
-            if pieces:
-                yield "pieces", functools.partial(self._begin, program, lambda: self._clusters(program), device, pieces)
         padded = None if before is None else self._pad(program, (each.program for each in [before]))
         if padded is not None:
             if self._known(padded, device) is None:
@@ -248,7 +242,11 @@ class Engine:
             yield "padding", functools.partial(self._with_padding, padded, device)
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
-        pieces = [] if waits else self._known_pieces(plan, program, failed)
+        try:
+            pieces = self._variants.known_pieces(program, device, plan.regions)
+        except Exception as error:  # noqa: BLE001 -- as below
+            pieces = []
+            failed.append(("pieces", error))
         if pieces:
             yield "pieces", functools.partial(self._begin, program, lambda: self._clusters(program), device, pieces)
         try:
@@ -264,13 +262,6 @@ class Engine:
                 padded = self._pad(program, samples, alone=True)
                 if padded is not None:
                     yield "padding", functools.partial(self._with_padding, padded, device)
-
-    def _known_pieces(self, plan: Any, program: Program, failed: list[tuple[str, Exception]]) -> list[Piece]:
-        try:
-            return self._variants.known_pieces(program, plan.device, plan.regions)
-        except Exception as error:  # noqa: BLE001 -- the plain form serves as well
-            failed.append(("pieces", error))
-            return []
 
     def _form(self, program: Program, clusters: Clusters | None, device: int) -> Future[Any]:
         """A program as it is."""

@@ -154,6 +154,9 @@ def test_an_error_is_that_of_the_cpu() -> None:
         lambda net, x: net(x[..., :3]),
         lambda net, x: pack_padded_sequence(x, torch.tensor([3, 2, 0])),
         lambda net, x: pack_padded_sequence(x, torch.tensor([1, 2, 3])),
+        lambda net, x: torch._VF._pack_padded_sequence(x, torch.tensor([[3, 2, 1]]), False),
+        lambda net, x: torch._VF._pad_packed_sequence(x[0], torch.tensor([4, 2]), False, 0.0, 0),
+        lambda net, x: torch._VF._pad_packed_sequence(x[0], torch.tensor([1, 3]), False, 0.0, 0),
         lambda net, x: pad_packed_sequence(pack_padded_sequence(x, torch.tensor([3, 2, 1])), total_length=2),
     )
     for call in calls:

@@ -81,7 +81,6 @@ _MOST_RECENT_OPS = 20_000  # of programs that are kept, and the fewest and most 
 _FEWEST_RECENT = 4
 _MOST_RECENT = 256
 _MOST_OUTLINES = 256
-_MOST_WAITS = 32  # of a region for its padded form
 _MOST_TEMPLATES = 4  # of one outline
 _FEWEST_REFUSED = 16  # programs of one outline, before ever fewer are tried
 _NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
@@ -889,7 +888,6 @@ class Layouts:
         self._outlines: dict[Outline, Outline] = {}  # what equal ones are kept as
         self._templates: dict[Outline, list[Template]] = {}
         self._refused: dict[Outline, tuple[int, str]] = {}  # how often in turn, and why the last time
-        self._waits: dict[Outline, int] = {}
 
     def note(self, program: Program) -> None:
         """Keeps a program for a while: others of the same ops may follow."""
@@ -900,23 +898,6 @@ class Layouts:
                 self._num_ops > _MOST_RECENT_OPS and len(self._recent) > _FEWEST_RECENT
             ):
                 self._num_ops -= len(self._recent.popleft().program.ops)
-
-    def may_wait(self, program: Program) -> bool:
-        """Whether no padded form of these ops is known, nor came they often enough to be worth one where what their
-        pieces are compiled to is there. Counts how often."""
-        with self._lock:
-            sample = self._asked = self._sample(program)
-        try:
-            shared, _ = sample.slots(self._outlines)
-        except Refused:
-            return False
-        with self._lock:
-            if shared in self._templates:
-                return False
-            waits = self._waits[shared] = self._waits.pop(shared, 0) + 1
-            if len(self._waits) > _MOST_OUTLINES:
-                del self._waits[next(iter(self._waits))]
-            return waits <= _MOST_WAITS
 
     def outline_of(self, program: Program) -> Outline:
         """What a program has in common with those that it may share a form with; raises Refused."""

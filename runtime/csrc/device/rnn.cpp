@@ -4,10 +4,8 @@
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/_pack_padded_sequence.h>
 #include <ATen/ops/_pack_padded_sequence_native.h>
 #include <ATen/ops/_pad_packed_sequence_native.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/empty.h>
@@ -18,10 +16,14 @@
 #include <ATen/ops/rnn_relu_native.h>
 #include <ATen/ops/rnn_tanh_native.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+
+#include <algorithm>
+#include <numeric>
 
 namespace torchtpu {
 
@@ -199,6 +201,17 @@ struct RnnLayer : torch::autograd::Function<RnnLayer> {
 
 // ---- packed sequences
 
+// Whether these may be the numbers of samples that have each step of a packed sequence of so many elements.
+bool are_batch_sizes(const Tensor& batch_sizes, int64_t elements) {
+  if (!batch_sizes.is_cpu() || batch_sizes.dim() != 1 || batch_sizes.numel() == 0 ||
+      batch_sizes.scalar_type() != at::kLong || !batch_sizes.is_contiguous()) {
+    return false;
+  }
+  const int64_t *first = batch_sizes.const_data_ptr<int64_t>(), *end = first + batch_sizes.numel();
+  return std::is_sorted(first, end, std::greater<>()) && end[-1] > 0 &&
+         std::accumulate(first, end, int64_t{0}) == elements;
+}
+
 // Where the elements of a packed sequence are: the row of each among rows by steps, or by samples, and the element of
 // each such row, -1 where there is none.
 struct Places {
@@ -223,10 +236,10 @@ struct Places {
   Tensor rows, elements, lengths;
 };
 
-Tensor pack(const Tensor& padded, const Tensor& rows, const Tensor& elements);
-Tensor unpack(const Tensor& packed, const Tensor& rows, const Tensor& elements, const at::Scalar& value = 0);
+Tensor pack_rows(const Tensor& padded, const Tensor& rows, const Tensor& elements);
+Tensor pad_rows(const Tensor& packed, const Tensor& rows, const Tensor& elements, const at::Scalar& value = 0);
 
-struct Pack : torch::autograd::Function<Pack> {
+struct PackRows : torch::autograd::Function<PackRows> {
   static Tensor forward(AutogradContext* context, const Tensor& padded, const Tensor& rows, const Tensor& elements) {
     at::AutoDispatchBelowADInplaceOrView below;
     context->save_for_backward({rows, elements});
@@ -235,7 +248,7 @@ struct Pack : torch::autograd::Function<Pack> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     auto saved = context->get_saved_variables();
-    return {grads[0].defined() ? unpack(grads[0], saved[0], saved[1]) : Tensor(), {}, {}};
+    return {grads[0].defined() ? pad_rows(grads[0], saved[0], saved[1]) : Tensor(), {}, {}};
   }
 };
 
@@ -245,7 +258,7 @@ Tensor filled(const Tensor& packed, const Tensor& elements, const at::Scalar& va
   return packed.index_select(0, elements.clamp_min(0)).masked_fill(is_empty, value);
 }
 
-struct Unpack : torch::autograd::Function<Unpack> {
+struct PadRows : torch::autograd::Function<PadRows> {
   static Tensor forward(AutogradContext* context, const Tensor& packed, const Tensor& rows, const Tensor& elements,
                         const at::Scalar& value) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -255,18 +268,18 @@ struct Unpack : torch::autograd::Function<Unpack> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     auto saved = context->get_saved_variables();
-    return {grads[0].defined() ? pack(grads[0], saved[0], saved[1]) : Tensor(), {}, {}, {}};
+    return {grads[0].defined() ? pack_rows(grads[0], saved[0], saved[1]) : Tensor(), {}, {}, {}};
   }
 };
 
 // The rows that have an element, one after the other. Its gradient gathers too.
-Tensor pack(const Tensor& padded, const Tensor& rows, const Tensor& elements) {
-  return is_transformed(padded) ? padded.index_select(0, rows) : Pack::apply(padded, rows, elements);
+Tensor pack_rows(const Tensor& padded, const Tensor& rows, const Tensor& elements) {
+  return is_transformed(padded) ? padded.index_select(0, rows) : PackRows::apply(padded, rows, elements);
 }
 
 // Rows of elements, and of `value` where there is none.
-Tensor unpack(const Tensor& packed, const Tensor& rows, const Tensor& elements, const at::Scalar& value) {
-  return is_transformed(packed) ? filled(packed, elements, value) : Unpack::apply(packed, rows, elements, value);
+Tensor pad_rows(const Tensor& packed, const Tensor& rows, const Tensor& elements, const at::Scalar& value) {
+  return is_transformed(packed) ? filled(packed, elements, value) : PadRows::apply(packed, rows, elements, value);
 }
 
 // ---- what PyTorch calls
@@ -357,20 +370,13 @@ struct Layers {
 
   std::optional<std::tuple<Tensor, Tensor, Tensor>> run_packed(c10::DispatchKeySet keys, const Tensor& data,
                                                                const Tensor& batch_sizes) const {
-    if (data.dim() != 2 || !batch_sizes.is_cpu() || batch_sizes.dim() != 1 || batch_sizes.numel() == 0 ||
-        batch_sizes.scalar_type() != at::kLong || !batch_sizes.is_contiguous()) {
-      return std::nullopt;
-    }
-    const int64_t* sizes = batch_sizes.const_data_ptr<int64_t>();
-    int64_t steps = batch_sizes.numel(), batch = sizes[0];
-    if (!std::is_sorted(sizes, sizes + steps, std::greater<>()) || sizes[steps - 1] < 1 ||
-        std::accumulate(sizes, sizes + steps, int64_t{0}) != data.size(0) || !are_served(keys, data, batch)) {
-      return std::nullopt;
-    }
+    if (data.dim() != 2 || !are_batch_sizes(batch_sizes, data.size(0))) return std::nullopt;
+    int64_t steps = batch_sizes.numel(), batch = batch_sizes.const_data_ptr<int64_t>()[0];
+    if (!are_served(keys, data, batch)) return std::nullopt;
     Places places(batch_sizes, steps, false, data.device());
-    auto padded = unpack(data, places.rows, places.elements).view({steps, batch, data.size(1)});
+    auto padded = pad_rows(data, places.rows, places.elements).view({steps, batch, data.size(1)});
     auto made = run(padded, places.lengths);
-    std::get<0>(made) = pack(std::get<0>(made).flatten(0, 1), places.rows, places.elements);
+    std::get<0>(made) = pack_rows(std::get<0>(made).flatten(0, 1), places.rows, places.elements);
     return made;
   }
 };
@@ -414,15 +420,12 @@ std::tuple<Tensor, Tensor> packed(c10::DispatchKeySet keys, const Tensor& data, 
   return composite(data, batch_sizes, hx, params, has_biases, num_layers, dropout, train, bidirectional);
 }
 
-// What PyTorch says to lengths that do not fit, and how many samples have each step.
-Tensor batch_sizes_of(const Tensor& lengths, int64_t steps, int64_t batch) {
-  return std::get<1>(at::_pack_padded_sequence(at::empty({steps, batch}, at::kBool), lengths, false));
-}
-
 std::tuple<Tensor, Tensor> pack_padded(const Tensor& input, const Tensor& lengths, bool batch_first) {
   if (input.dim() < 2 || input.numel() == 0) return at::native::_pack_padded_sequence(input, lengths, batch_first);
   int64_t steps = input.size(batch_first ? 1 : 0), batch = input.size(batch_first ? 0 : 1);
-  auto batch_sizes = batch_sizes_of(lengths, steps, batch);
+  // On the host, for what PyTorch says to lengths that do not fit.
+  auto shown = at::empty({steps, batch}, at::kBool);
+  auto batch_sizes = std::get<1>(at::native::_pack_padded_sequence(shown, lengths, false));
   if (batch_sizes.numel() > steps) return at::native::_pack_padded_sequence(input, lengths, batch_first);
   Places places(batch_sizes, steps, batch_first, input.device());
   return {input.flatten(0, 1).index_select(0, places.rows), batch_sizes};
@@ -430,21 +433,21 @@ std::tuple<Tensor, Tensor> pack_padded(const Tensor& input, const Tensor& length
 
 Tensor pack_padded_backward(c10::DispatchKeySet keys, const Tensor& grad, c10::SymIntArrayRef sizes,
                             const Tensor& batch_sizes, bool batch_first) {
-  if (!is_plain(keys, grad) || grad.numel() == 0 || is_dual(grad)) {
+  if (!is_plain(keys, grad) || grad.numel() == 0 || is_dual(grad) || !are_batch_sizes(batch_sizes, grad.size(0)) ||
+      batch_sizes.numel() > sizes[batch_first ? 1 : 0]) {
     return at::native::_pack_padded_sequence_backward_symint(grad, sizes, batch_sizes, batch_first);
   }
   Places places(batch_sizes, sizes[batch_first ? 1 : 0].expect_int(), batch_first, grad.device());
-  return unpack(grad, places.rows, places.elements).view_symint(sizes);
+  return pad_rows(grad, places.rows, places.elements).view_symint(sizes);
 }
 
 std::tuple<Tensor, Tensor> pad_packed(c10::DispatchKeySet keys, const Tensor& data, const Tensor& batch_sizes,
                                       bool batch_first, const at::Scalar& padding_value, int64_t total_length) {
-  int64_t known = batch_sizes.dim() == 1 ? batch_sizes.numel() : 0;
-  int64_t steps = total_length > 0 ? total_length : known;
-  if (!is_plain(keys, data) || data.dim() < 1 || data.numel() == 0 || known == 0 || steps < known || is_dual(data) ||
-      !batch_sizes.is_cpu() || batch_sizes.scalar_type() != at::kLong || !batch_sizes.is_contiguous()) {
+  if (!is_plain(keys, data) || data.dim() < 1 || data.numel() == 0 || is_dual(data) ||
+      !are_batch_sizes(batch_sizes, data.size(0)) || (total_length > 0 && total_length < batch_sizes.numel())) {
     return at::native::_pad_packed_sequence(data, batch_sizes, batch_first, padding_value, total_length);
   }
+  int64_t known = batch_sizes.numel(), steps = total_length > 0 ? total_length : known;
   Places places(batch_sizes, steps, batch_first, data.device());
   int64_t batch = batch_sizes.const_data_ptr<int64_t>()[0];
   auto sizes = data.sizes().vec();
@@ -456,7 +459,7 @@ std::tuple<Tensor, Tensor> pad_packed(c10::DispatchKeySet keys, const Tensor& da
   for (int64_t i = 0; i < batch; ++i) {
     length[i] = std::count_if(at_step, at_step + known, [i](int64_t size) { return size > i; });
   }
-  return {unpack(data, places.rows, places.elements, padding_value).view(sizes), lengths};
+  return {pad_rows(data, places.rows, places.elements, padding_value).view(sizes), lengths};
 }
 
 template <typename Library>
