@@ -27,7 +27,7 @@ from .compile.compiler import Compiler, NotCompiledError
 from .compile.failing import failing
 from .compile.plan_cache import Plans
 from .compile.tiers import DETERMINISTIC, FIRST_TIERS, SWEEPS
-from .compile.variants import NotBuiltError, RegionVariants, VariantBuilder
+from .compile.variants import NotBuiltError, Postponed, RegionVariants, VariantBuilder
 from .device.client import Client
 from .device.process_group import ProcessGroup
 from .execute.checks import PendingCheck, recorded_at, region_error
@@ -237,6 +237,12 @@ class Engine:
         padded = None if before is None else self._pad(program, (each.program for each in [before]))
         if padded is not None:
             if self._known(padded, device) is None:
+                pieces = []
+                with self.counters.bailouts.attempt("pieces", program.line):
+                    parts = functools.partial(self._parts_of, padded.program)
+                    pieces = self._variants.pieces_instead(program, parts, device, plan.regions)
+                if pieces:
+                    yield "pieces", functools.partial(self._begin, program, lambda: None, device, pieces, padded)
                 with self.counters.bailouts.attempt("note of sizes", program.line):
                     self.plans.note_samples(padded.samples)
             yield "padding", functools.partial(self._with_padding, padded, device)
@@ -272,9 +278,18 @@ class Engine:
         return ready
 
     def _begin(
-        self, program: Program, clusters: Callable[[], Clusters | None], device: int, pieces: list[Piece]
+        self,
+        program: Program,
+        clusters: Callable[[], Clusters | None],
+        device: int,
+        pieces: list[Piece],
+        padded: PaddedProgram | None = None,
     ) -> Future[Any]:
-        ready = RegionVariants(self._variants, program, clusters, device, pieces).start()
+        postponed = None
+        if padded is not None:
+            make = functools.partial(self._with_padding, padded, device)
+            postponed = Postponed(make, self._variants.losses(padded.form))
+        ready = RegionVariants(self._variants, program, clusters, device, pieces, postponed).start()
         self.counters.regions_planned += 1
         if not pieces:
             self._planned(program)
@@ -307,6 +322,11 @@ class Engine:
 
     def _clusters(self, program: Program) -> Clusters | None:
         return self.plans.clusters(program) if self._knob("clusters") else None
+
+    def _parts_of(self, program: Program) -> list[Program]:
+        """What a program is compiled as."""
+        clusters = self._clusters(program)
+        return [part.program for part in clusters.parts] if clusters else [program]
 
     def _pad(self, program: Program, others: Iterable[Program], *, alone: bool = False) -> PaddedProgram | None:
         """The program padded, with other sizes of it in view, or as those alone made it elsewhere; None where it is

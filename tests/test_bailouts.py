@@ -54,6 +54,7 @@ def once(device: str) -> list[Tensor]:
 def all_anew() -> None:
     """What follows is planned again, from what is on disk."""
     _C.forget_streams()
+    startup.engine()._variants.stock._visits.clear()
     kept = startup.engine().fragments
     kept._known, kept._older = {}, {}
 

@@ -658,3 +658,72 @@ def test_regions_of_a_line_are_divided_where_all_are_new() -> None:
     for first in range(len(FUNCTIONS)):
         chained(first, torch.float32).item()
     assert metrics.snapshot()["regions_in_pieces"] > 0
+
+
+def decoded(steps: int, length: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 4 * length, dtype=dtype).view(length, 4).to(device)
+    state = x.mean(0)
+    for step in range(steps):
+        state = torch.tanh(state * 0.5 + (x * state).sum(0)) - step
+    return state.cpu()
+
+
+@pytest.fixture
+def cheap_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few launches of pieces pay for another program."""
+    variants = startup.engine()._variants
+    assert variants.first is not None
+    cheap = variants.first._replace(program_ms=1.0, kilobyte_ms=0.0)
+    monkeypatch.setattr(variants, "first", cheap)
+    monkeypatch.setattr(variants.stock, "_first", cheap)
+    _C.forget_streams()
+
+
+def launches_of_pieces() -> int:
+    return int(metrics.snapshot()["tiers"]["pieces"]["launches"])
+
+
+def check_decoding(steps: int, length: int, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(decoded(steps, length, dtype, "tpu"), decoded(steps, length, dtype, "cpu"))
+
+
+def decode_in_pieces(dtype: torch.dtype) -> None:
+    """Streams of ever other lengths, of which most came in two sizes: no form is made for all sizes of one."""
+    for length, steps in itertools.product((5, 7), range(3, 12)):
+        check_decoding(steps, length, dtype)
+    compiled, pieces = metrics.snapshot()["programs_compiled"], launches_of_pieces()
+    check_decoding(8, 9, dtype)
+    assert metrics.snapshot()["programs_compiled"] == compiled
+    assert launches_of_pieces() > pieces
+
+
+def laps_until_whole(length: int, dtype: torch.dtype, most: int = 500) -> int:
+    """How often the stream is launched in pieces, until it has a program of its own or shares one."""
+    for lap in range(most):
+        before = launches_of_pieces()
+        check_decoding(8, length, dtype)
+        if launches_of_pieces() == before:
+            return lap
+        for flight in startup.engine().compiler.outstanding():
+            flight.result()
+    raise AssertionError("the stream stays in pieces")
+
+
+def test_sizes_of_a_stream_share_a_form_once_their_pieces_have_paid_for_it(cheap_programs: None) -> None:
+    decode_in_pieces(torch.float32)
+    assert laps_until_whole(10, torch.float32) > 0
+    before = metrics.snapshot()["tiers"]["quick"]["programs"]
+    assert [laps_until_whole(length, torch.float32) for length in (11, 12, 13, 14, 15, 16)] == [0] * 6
+    assert metrics.snapshot()["tiers"]["quick"]["programs"] == before
+
+
+@pytest.mark.bailouts("padding", "variants")
+def test_where_that_form_fails_each_size_has_its_own(cheap_programs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    decode_in_pieces(torch.float64)
+    monkeypatch.setattr(Engine, "_with_padding", fails)
+    assert laps_until_whole(17, torch.float64) > 0
+    assert metrics.snapshot()["regions_promoted"] == 1
+    assert metrics.snapshot()["bailouts"] == {"variants: ZeroDivisionError": 1}

@@ -215,13 +215,14 @@ class Stock:
     def _find(self, piece: Piece) -> _Known:
         """The same; lowers a new one."""
         known = self._recall(piece)
-        if known is not None:
-            return known
+        return self._keep(piece, *self._planned(piece)) if known is None else known
+
+    def _planned(self, piece: Piece) -> tuple[Plan, PaddedProgram | None]:
         padded = self._form_of(piece)
         plan = self._builder.find(padded.program if padded else piece.program)
         if self._first is not None and not self._first.is_large(piece.program, plan.text_bytes):
             plan = self._under_first(plan)
-        return self._keep(piece, plan, padded)
+        return plan, padded
 
     def _keep(self, piece: Piece, plan: Plan, padded: PaddedProgram | None) -> _Known:
         program = padded.program if padded else piece.program
@@ -296,6 +297,10 @@ class Stock:
     def has(self, piece: Piece, device: int) -> bool:
         """Whether a piece's program is there without being compiled."""
         return self._compiler.has(self._find(piece).plan, device)
+
+    def was_stored(self, piece: Piece) -> bool:
+        """Whether a new piece's program is, by the look of it, in the store, and not by this process's doing."""
+        return self._compiler.was_stored(self._planned(piece)[0])
 
     def in_use(self, pieces: Sequence[Piece], device: int) -> list[Launchable] | None:
         """What launches the pieces, where other regions are launching it; None where a piece is not in use."""

@@ -15,7 +15,8 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,6 +28,7 @@ from torchtpu.runtime.execute.executable import Executable
 from torchtpu.runtime.execute.sequence import Sequence as Parts
 from torchtpu.runtime.ir.checked import items, parsed, text
 from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.padding.layout import PaddedForm
 from torchtpu.runtime.partition.clusters import MS_A_LAUNCH, Clusters
 from torchtpu.runtime.partition.pieces import Piece
 from torchtpu.runtime.telemetry import log
@@ -42,6 +44,7 @@ from .tiers import FirstTier, Sweep
 _WHOLE = "whole"
 _FEW_CORES = 2
 _IDLE_SECONDS, _IDLE_SHARE = 1.0, 0.1  # a process that computes no more than this for so long is idle
+_OFTEN_ASKED = 16  # times as often are launches counted that others wait for
 _MOST_SHARE = 0.05  # of the process's CPU time that candidates take
 
 
@@ -83,6 +86,26 @@ class SpareTime:
             self._spent_ms += milliseconds
 
 
+class Losses:
+    """What the launches of regions in pieces have lost, which differ in sizes alone."""
+
+    def __init__(self) -> None:
+        self.milliseconds = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, milliseconds: float) -> None:
+        """They have lost so much more."""
+        with self._lock:
+            self.milliseconds += milliseconds
+
+
+class Postponed(NamedTuple):
+    """A region's padded form, which `make` begins to make: it is of use to all regions whose `losses` these are."""
+
+    make: Callable[[], Future[Any]]
+    losses: Losses
+
+
 class VariantBuilder:
     """What the variants of all regions are made with. `sweep` is what to try on this platform, `first` is how new
     programs are compiled there, None where there is nothing; `deterministic` are the options of programs that may not
@@ -116,6 +139,7 @@ class VariantBuilder:
         self.stock = Stock(builder, plans, compiler, first, capacity, layouts)
         self.planned = planned
         self.refused: set[str] = set()
+        self._losses: WeakKeyDictionary[PaddedForm, Losses] = WeakKeyDictionary()
         self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
 
     def known_pieces(self, program: Program, device: int, regions: int) -> list[Piece]:
@@ -137,6 +161,33 @@ class VariantBuilder:
             for piece in new:
                 self.planned(piece.program)
         return found
+
+    def losses(self, form: PaddedForm) -> Losses:
+        """Those of regions that are made of pieces and may have this form."""
+        return self._losses.setdefault(form, Losses())
+
+    def pieces_instead(
+        self, program: Program, padded: Callable[[], list[Program]], device: int, regions: int
+    ) -> list[Piece]:
+        """The pieces of a region that came in other sizes before, where new regions keep ending on its line and all of
+        these are there, while the programs of its `padded` form may not be; else none."""
+        first = self.first_tier()
+        if first is None or not self._is_often_new(first, program.line, self.stock.visits(program.line)):
+            return []
+        if not first.may_divide(program, is_often_new=True) or first.is_paid_at_once(program):
+            return []
+        pieces = self.stock.divide(program, is_often_new=True)
+        new = self.stock.new_among(pieces)
+        # A process before this one may have had them when it came here: this one is to compile no more than that.
+        if new and not (all(map(self.stock.was_stored, new)) and self._is_absent(padded())):
+            return []
+        self.stock.visit(program.line)
+        self.stock.note_regions(program.line, regions)
+        return self._there(pieces, device)
+
+    def _is_absent(self, programs: list[Program]) -> bool:
+        """Whether some of these were in no region of this process, nor in one before it."""
+        return bool(self.stock.new_undivided([(each, self.builder.find(each)) for each in programs])[1])
 
     def new_pieces(self, program: Program, usual: list[tuple[Program, Plan]], device: int) -> list[Piece]:
         """The pieces that a region new to the first tier is made of; none where it is better compiled as it is."""
@@ -183,7 +234,7 @@ class VariantBuilder:
 
 class RegionVariants:
     """The variants of one region on one device; `clusters` are asked for when they are needed, `pieces` are what it
-    begins with, where that is known."""
+    begins with, where that is known, and `postponed` is the padded form that takes their place."""
 
     def __init__(
         self,
@@ -192,8 +243,11 @@ class RegionVariants:
         clusters: Callable[[], Clusters | None],
         device: int,
         pieces: list[Piece],
+        postponed: Postponed | None = None,
     ) -> None:
         self._builder = builder
+        self._postponed = postponed
+        self._lost_ms = 0.0  # that the postponed form has heard of
         self._program = program
         self._find_clusters = clusters
         self._device = device
@@ -295,6 +349,8 @@ class RegionVariants:
             made.cancel()
             return made
         try:
+            if self._postponed is not None:
+                return self._begun(self._postponed)
             found = self._found(config)
             if not config and self._key is None:
                 self._recalled([plan for _, plan in found])
@@ -306,19 +362,45 @@ class RegionVariants:
         return made
 
     def is_paid(self, launches: int) -> bool:
-        return self.may_be_paid(launches) and launches * self._loss_ms >= self._price_ms
+        if self._postponed is not None:
+            lost_ms = launches * self._loss_ms
+            self._postponed.losses.add(lost_ms - self._lost_ms)
+            self._lost_ms = lost_ms
+        return self.may_be_paid(launches) and self._lost_after(launches) >= self._price_ms
 
     def may_be_paid(self, launches: int) -> bool:
         least = self._first.price_ms(self._text_bytes) if self._first is not None else 0.0
         price = vars(self).get("_price_ms", least)  # a search for repeats may be needed to know
-        return bool(launches * self._loss_ms >= price)
+        return bool(self._lost_after(launches) >= price)
+
+    def _lost_after(self, launches: int) -> float:
+        """What so many launches lose; with those of the same form in other sizes, at most, which are to be heard of."""
+        own = launches * self._loss_ms
+        if self._postponed is None:
+            return own
+        return self._postponed.losses.milliseconds + _OFTEN_ASKED * (own - self._lost_ms)
+
+    def _begun(self, postponed: Postponed) -> Future[Any]:
+        """The postponed form; should it fail, there is none from then on."""
+
+        def landed(made: Future[Any]) -> None:
+            if made.cancelled() or made.exception() is not None:
+                self._postponed = None
+
+        try:
+            made = postponed.make()
+        except Exception:
+            self._postponed = None
+            raise
+        made.add_done_callback(landed)
+        return made
 
     def promoted(self) -> list[str]:
         self._builder.counters.regions_promoted += 1
         self._builder.compiler.forget(self._digests.pop(FIRST))  # nothing is launched in the first tier again
         if "cluster" in self._builder.knob("log"):
             log.write(f"tpu:{self._device} region at {self._program.line} is promoted")
-        return self._untried
+        return self._untried if self._postponed is None else []
 
     def is_due(self, config: Config, launches: int, seconds: float) -> bool:
         sweep = self._builder.sweep

@@ -208,6 +208,14 @@ def _infer_layer(
     return [gates.new_empty(shape) for shape in shapes]
 
 
+def _loop(step: Callable[[Any, Any], Any], state: Any, rows: Any, steps: int, *, reverse: bool) -> Any:
+    """`lax.scan`, but a single step, as decoders take, is no loop: XLA compiles it in a third of the time."""
+    if steps != 1:
+        return lax.scan(step, state, rows, reverse=reverse)
+    state, made = step(state, jax.tree.map(lambda row: row[0], rows))
+    return state, jax.tree.map(lambda row: row[None], made)
+
+
 def _runs(lengths: Any, steps: int) -> list[Any]:
     """Whether each sample has a step of each number: (steps, batch, 1); nothing where all have all."""
     return [] if lengths is None else [(jnp.arange(steps)[:, None] < lengths)[..., None]]
@@ -228,7 +236,8 @@ def rnn_layer(gates, hx, cx, weight, bias, lengths, cell, reverse, *, ctx):
         return new, (*new, *(k.astype(x.dtype) for k in kept))
 
     state = (hx,) if cx is None else (hx, cx)
-    last, each = lax.scan(step, state, (gates, *_runs(lengths, gates.shape[0])), reverse=reverse)
+    steps = gates.shape[0]
+    last, each = _loop(step, state, (gates, *_runs(lengths, steps)), steps, reverse=reverse)
     return [*last, *each]
 
 
@@ -274,7 +283,7 @@ def rnn_layer_backward(grad_output, grad_hy, grad_cy, hx, cx, weight, lengths, s
         return tuple(new), made if cell == "gru" else made[:1]
 
     rows = given, before, after, kept, _runs(lengths, steps)
-    grads, made = lax.scan(step, tuple(last), rows, reverse=not reverse)
+    grads, made = _loop(step, tuple(last), rows, steps, reverse=not reverse)
     of_input, of_hidden = made[0], made[-1]
     grad_weight = contract(of_hidden, before[0], ((0, 1), (0, 1)), ((), ()), ctx)
     return [of_input, *grads, grad_weight] + [opmath(of_hidden).sum((0, 1))] * has_bias
