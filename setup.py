@@ -5,8 +5,8 @@ compiled: that folder holds `torch2_13/_C.*.so` and its like, one for each torch
 `torchtpu.runtime` chooses among them; packaging/build_wheel.py makes it.
 
 With TORCHTPU_SANITIZE=address,undefined or =thread the compiler's sanitizers watch the extension, and it checks its
-locks; `tests/sanitize.py` builds it so in a copy and runs tests with it.  That build is one compilation of all sources:
-torch's headers cost more than they do.  Everything else about the package is in pyproject.toml.
+locks; `tests/sanitize.py` builds it so in a copy and runs tests with it.  The sources of a folder are one compilation,
+in that build all are: torch's headers cost more than they do.  Everything else about the package is in pyproject.toml.
 """
 
 import compileall
@@ -31,14 +31,23 @@ def parallel_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), gigabytes // 3))
 
 
-def in_one_source(folder: str) -> list[str]:
-    """One source that includes the others; written only where it changes, so that a build that is there stays."""
-    path = Path(folder, "all.cpp")
-    text = "".join(f'#include "{os.path.abspath(source)}"\n' for source in SOURCES)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
-    return [str(path)]
+def joined(folder: str) -> dict[Path, str]:
+    """Sources that include those of a folder each, or all, by where they are to be."""
+    groups: dict[str, list[str]] = {}
+    for source in SOURCES:
+        groups.setdefault("all" if SANITIZERS else Path(source).parent.name, []).append(source)
+    return {
+        Path(folder, f"{name}.cpp"): "".join(f'#include "{os.path.abspath(source)}"\n' for source in sources)
+        for name, sources in groups.items()
+    }
+
+
+def write(texts: dict[Path, str]) -> None:
+    """Writes what has changed: a build that is there stays."""
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
 
 
 def compiled() -> dict[str, object]:
@@ -53,6 +62,8 @@ def compiled() -> dict[str, object]:
     objects = f"build/{sys.implementation.cache_tag}-torch{torch.__version__}"
     folder = f"build/{SANITIZERS.replace(',', '-')}" if SANITIZERS else objects
 
+    sources = joined(folder)
+
     class Build(BuildExtension):
         """Keeps the object files in the checkout, where an editable install would make all of them again each time."""
 
@@ -61,10 +72,11 @@ def compiled() -> dict[str, object]:
             self.build_temp = os.path.abspath(folder)
 
         def run(self) -> None:
+            write(sources)
             super().run()
             if self.editable_mode:  # as pip does with what it copies: a process that may write no bytecode takes longer
-                for sources in ("torchtpu", "runtime", "compiler_cache"):
-                    compileall.compile_dir(sources, quiet=2, workers=1)
+                for package in ("torchtpu", "runtime", "compiler_cache"):
+                    compileall.compile_dir(package, quiet=2, workers=1)
 
     if SANITIZERS:
         sanitize = [f"-fsanitize={SANITIZERS}", "-fno-sanitize=vptr"]  # torch's type information is hidden from vptr
@@ -76,10 +88,10 @@ def compiled() -> dict[str, object]:
         link_args = ["-Wl,-s"]
     extension = CppExtension(
         "torchtpu.runtime._C",
-        sources=in_one_source(folder) if SANITIZERS else SOURCES,
+        sources=list(map(str, sources)),
         depends=SOURCES + sorted(glob("runtime/csrc/*/*.h")),
         include_dirs=[os.path.abspath("runtime/csrc")],
-        extra_compile_args=[*compile_args, "-std=c++20", "-fvisibility=hidden"],
+        extra_compile_args=[*compile_args, "-std=c++20", "-fvisibility=hidden", "-Wno-subobject-linkage"],
         extra_link_args=link_args,
     )
     version = torch.__version__.partition("+")[0]
