@@ -257,6 +257,20 @@ def texts(cache: Path) -> set[str]:
     return {path.name for path in cache.rglob("program/*/*")}
 
 
+DECODER = """
+    import random, torch
+    from torchtpu import metrics
+    dice = random.Random(0)
+    for _ in range(24):
+        x = torch.linspace(-1, 1, 4 * dice.randint(3, 10)).view(-1, 4).to("tpu")
+        state = x.mean(0)
+        for step in range(dice.randint(3, 10)):
+            state = torch.tanh(state * 0.5 + (x * state).sum(0)) - step
+        print(f"{state.sum().item():.5f}")
+    assert metrics.snapshot()["regions_in_pieces"] > 3
+"""
+
+
 def test_what_is_compiled_depends_on_the_script_alone(tmp_path: Path) -> None:
     runs: dict[str, dict[str, str]] = {
         "plain": {},
@@ -278,3 +292,15 @@ def test_what_is_compiled_depends_on_the_script_alone(tmp_path: Path) -> None:
     for name, (programs, out) in seen.items():
         assert programs == seen["plain"][0], name
         assert out == seen["plain"][1], name
+
+
+@pytest.mark.parametrize("policy", ["background", "frozen"])
+def test_streams_of_ever_other_lengths_and_sizes_need_no_other_programs_in_the_next_process(
+    tmp_path: Path, policy: str
+) -> None:
+    first = run_script(DECODER, TORCHTPU_CACHE_DIR=str(tmp_path))
+    assert first.status == 0, first.err
+    programs = texts(tmp_path)
+    then = run_script(DECODER, TORCHTPU_CACHE_DIR=str(tmp_path), TORCHTPU_POLICY=policy)
+    assert then.status == 0, then.err
+    assert (then.out, texts(tmp_path)) == (first.out, programs)

@@ -200,7 +200,7 @@ class VariantBuilder:
         undivided, absent = self.stock.new_undivided(usual)
         pieces = self.stock.divide(program, is_often_new=is_often_new) if absent or is_forced else []
         new = self.stock.new_among(pieces)
-        if is_forced:
+        if is_forced or self.knob("policy") == "frozen":
             is_worth_it = True
         elif is_often_new:  # in ops with lists taken apart, as pieces have them
             share = sum(len(each.ops) for each in absent) / len(program.ops)
@@ -472,11 +472,8 @@ class RegionVariants:
         builder, device, first = self._builder, self._device, self._builder.first_tier()
         if first is None or (self.is_paid(1) and self._price_ms <= first.patience_ms):
             return False
-        if builder.knob("policy") != "frozen":
-            return not all(builder.compiler.was_needed(plan, device) for _, plan in usual)
-        plans = (builder.plans.under(plan, first.options) for _, plan in usual)
-        is_usual_there = all(builder.compiler.has(plan, device) for _, plan in usual)
-        return not is_usual_there and all(builder.compiler.has(plan, device) for plan in plans)
+        is_there = builder.compiler.has if builder.knob("policy") == "frozen" else builder.compiler.was_needed
+        return not all(is_there(plan, device) for _, plan in usual)
 
     def _recalled(self, usual: list[Plan]) -> Config | None:
         """The variant that was the fastest; None where that is not known, or nobody may ask."""
