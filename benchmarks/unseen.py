@@ -310,6 +310,31 @@ def sequences(device: str) -> Lap:
     return lap
 
 
+def translator(device: str) -> Lap:
+    """A GRU that reads sentences of ever other lengths, and one that writes others, called step by step."""
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    read, written, head = nn.Embedding(50, 32).to(device), nn.Embedding(50, 32).to(device), nn.Linear(32, 50).to(device)
+    encoder, decoder = (nn.GRU(32, 32, batch_first=True).to(device) for _ in range(2))
+    parts = nn.ModuleList([read, written, head, encoder, decoder])
+    optimizer = torch.optim.SGD(parts.parameters(), 0.01)
+
+    def lap(i: int) -> None:
+        x, y = (torch.randint(0, 50, (1, rng.randint(3, 10))).to(device) for _ in range(2))
+        token, found = torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros((), device=device)
+        _, state = encoder(read(x))
+        for step in range(y.shape[1]):
+            made, state = decoder(F.relu(written(token)), state)
+            found = found + F.cross_entropy(head(made[:, -1]), y[:, step])
+            token = y[:, step : step + 1]
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+        found.item()
+
+    return lap
+
+
 PROGRAMS: dict[str, Callable[[str], Lap]] = {
     each.__name__: each
     for each in (
@@ -329,9 +354,10 @@ PROGRAMS: dict[str, Callable[[str], Lap]] = {
         signals,
         tokens,
         sequences,
+        translator,
     )
 }
-NOT_SUMMED = ("images", "signals", "tokens", "sequences")
+NOT_SUMMED = ("images", "signals", "tokens", "sequences", "translator")
 
 
 def _cpu_time() -> float:
