@@ -118,10 +118,89 @@ def test_writing_through_a_mask_needs_no_count() -> None:
 
 def test_gradients_flow_through_a_mask() -> None:
     def gradient(device: str) -> torch.Tensor:
-        x = DATA.to(device).requires_grad_()
+        x = DATA.to(device, copy=True).requires_grad_()
         repeated = x.repeat_interleave((x[0] > 0).long() + 1, 0)
         (x.masked_select(x > 0).pow(2).sum() + x[x > 1].exp().sum() + repeated.sum()).backward()
         assert x.grad is not None
         return x.grad.cpu()
 
     torch.testing.assert_close(gradient("tpu"), gradient("cpu"))
+
+
+def of(device: str, *numbers: Any) -> torch.Tensor:
+    return torch.tensor(numbers, device=device)
+
+
+UNFIT: dict[str, tuple[Callable[[str], tuple[Any, Any]], str]] = {
+    "places beside a mask": (lambda on: ((of(on, True, True, True, False), of(on, 0, 1)), 7.0), r"shapes \[.\], \[2\]"),
+    "a mask beside places": (lambda on: ((of(on, 0, 1), of(on, True, True, True, False)), 7.0), r"shapes \[2\], \[.\]"),
+    "two masks": (lambda on: ((of(on, True, True, False, True), of(on, True, False, False, True)), 7.0), "shapes"),
+    "an empty mask and another": (lambda on: ((of(on, *[False] * 4), of(on, True, False, False, True)), 7.0), "shapes"),
+    "values behind a dimension": (
+        lambda on: ((slice(None), of(on, True, True, True, False)), torch.ones(4, 2, device=on)),
+        r"value tensor of shape \[4, 2\] .* of shape \[4, .\]",
+    ),
+    "values beside two masks": (
+        lambda on: ((of(on, True, True, False, True), of(on, True, False, True, True)), torch.ones(2, device=on)),
+        r"value tensor of shape \[2\] .* of shape \[.\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_counts_that_do_not_fit_fail_the_next_read_with_the_error_of_the_cpu(name: str) -> None:
+    written, message = UNFIT[name]
+
+    def write(device: str) -> torch.Tensor:
+        x = DATA.to(device, copy=True)
+        at, values = written(device)
+        x[at] = values
+        return x.cpu()
+
+    kinds = []
+    for device in ("cpu", "tpu"):
+        with pytest.raises((IndexError, RuntimeError), match=f"^shape mismatch: .*{message}") as raised:
+            write(device)
+        kinds.append(raised.type)
+    assert kinds[0] is kinds[1]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.__setitem__(x[0] > 0, torch.ones(2, 3, device=x.device)),
+        lambda x: x.__setitem__(x[0] > 0, torch.ones(2, 1, 4, device=x.device)),
+        lambda x: x.__setitem__((x[0] > 0, of(x.device.type, 0, 1)), torch.ones(5, device=x.device)),
+    ],
+)
+def test_values_that_fit_no_count_are_refused_by_the_call_which_names_the_count(write: Callable[..., Any]) -> None:
+    texts = []
+    for device in ("cpu", "tpu"):
+        with pytest.raises((IndexError, RuntimeError)) as raised:
+            write(DATA.to(device, copy=True))
+        texts.append((raised.type, str(raised.value)))
+    assert texts[0] == texts[1]
+
+
+def test_a_part_of_a_tensor_is_written_through_a_mask_to_another_part() -> None:
+    made = []
+    for device in ("cpu", "tpu"):
+        x = DATA.to(device, copy=True)
+        x[0][x[1] == x[1]] = x[2]
+        made.append(x.cpu())
+    assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("value", [3.7, -1, 300, 1e20, 70000.0, float("inf"), float("nan"), 3 + 0j, 3 + 1j, True])
+def test_a_number_of_another_dtype_is_converted_for_a_mask(dtype: torch.dtype, value: complex) -> None:
+    def made(device: str) -> str:
+        x, number = torch.zeros(4, dtype=dtype, device=device), torch.tensor(value, device=device)
+        try:
+            x[of(device, True, False, True, False)] = number
+            return str(x.tolist())
+        except RuntimeError as error:
+            return str(error).partition(" (aten")[0]
+
+    assert made("tpu") == made("cpu")
+    assert not metrics.snapshot()["cpu_fallbacks"]

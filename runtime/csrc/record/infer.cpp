@@ -190,16 +190,23 @@ bool is_odd(const OpInfo& info, const IValue* args) {
   return found;
 }
 
-// Reading through a mask has a shape that depends on data; writing through one has not.
-bool reads_through_mask(const OpInfo& info, const IValue* args) {
+bool is_mask(const at::Tensor& t) { return t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; }
+
+bool has_mask(const OpInfo& info, const IValue* args) {
   bool found = false;
-  bool may_read = info.has_optional_list && info.name.find("index_put") == std::string::npos;
-  for (size_t i = 0; i < info.args.size() && may_read; i++) {
-    if (!args[i].isList()) continue;
-    for_each_tensor(
-        args[i], [&](const at::Tensor& t) { found |= t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; });
+  for (size_t i = 0; i < info.args.size() && info.has_optional_list; i++) {
+    if (args[i].isList()) for_each_tensor(args[i], [&](const at::Tensor& t) { found |= is_mask(t); });
   }
   return found;
+}
+
+bool writes_through_mask(const OpInfo& info, const IValue* args) {
+  return info.name.find("index_put") != std::string::npos && has_mask(info, args);
+}
+
+// Reading through a mask has a shape that depends on data; writing through one has not.
+bool reads_through_mask(const OpInfo& info, const IValue* args) {
+  return info.name.find("index_put") == std::string::npos && has_mask(info, args);
 }
 
 int64_t total_bytes(const OpInfo& info, const IValue* args) {
@@ -227,16 +234,23 @@ bool is_about_values(const c10::Error& error) {
          std::string_view(error.what_without_backtrace()).ends_with("ZeroDivisionError");
 }
 
-// torch's meta kernels are Python with wordings of their own: the CPU kernel's error is the one users know.
-void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_warn = false) {
+// torch's meta kernels are Python with wordings of their own: the CPU kernel's error is the one users know. Where the
+// shapes do not fit it names how many ones a mask has, which are read only if it is `known` that there is an error.
+void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args, bool may_warn = false,
+                     bool known = false) {
   std::optional<Silence> silence;
   if (!may_warn) silence.emplace();
   SharedArgs shared(at::kCPU);
-  Stack stack = convert_args(info, args, at::kCPU, std::ref(shared));
+  bool has_ones = writes_through_mask(info, args);
+  Stack stack = convert_args(info, args, at::kCPU, [&](const at::Tensor& t) {
+    return known && has_ones && is_mask(t) && is_tpu(t) ? t.cpu() : shared(t);
+  });
   try {
     op.callBoxed(&stack);
   } catch (const c10::Error& error) {
-    if (!is_about_values(error)) throw;
+    bool is_of_count = has_ones && !known &&
+                       std::string_view(error.what_without_backtrace()).find("shape mismatch") != std::string_view::npos;
+    if (!is_about_values(error) && !is_of_count) throw;
   }
 }
 
@@ -333,7 +347,7 @@ bool lacks_kernel(const OpInfo& info, const IValue* args, const c10::Error& erro
 // Raises what the CPU kernel does; false where there is none but one to be replaced, which says so.
 bool has_words_of_cpu(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   try {
-    raise_cpu_error(info, op, args);
+    raise_cpu_error(info, op, args, false, true);
   } catch (const c10::Error& error) {
     if (!is_not_implemented(error)) throw;
     if (std::string_view(error.what_without_backtrace()).find("to override this function") == std::string_view::npos)

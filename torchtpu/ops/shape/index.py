@@ -83,7 +83,7 @@ def _slices(where: list[Any]) -> tuple[Any, ...]:
 
 def _infer_put(x, indices, values, *flags):
     """A copy of `x`; raises where the values or a mask do not fit (torch's own meta kernel checks nothing)."""
-    if x.dtype != values.dtype:
+    if x.dtype != values.dtype and not _fills(indices, values, *flags):
         raise RuntimeError("Index put requires the source and destination dtypes match")
     dim = 0
     for index in indices:
@@ -95,6 +95,13 @@ def _infer_put(x, indices, values, *flags):
     if not any(_fits(x, indices, values, ones) for ones in {1, *values.shape}):
         raise RuntimeError(f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast")
     return like(x)
+
+
+def _fills(indices: Any, values: torch.Tensor, accumulate: bool = False, *flags: Any) -> bool:
+    """Whether PyTorch takes the write for `masked_fill_`, which converts its number: that of one element to what a
+    single mask takes."""
+    given = [i for i in indices if i is not None]
+    return values.numel() == 1 and not accumulate and len(given) == 1 and given[0].dtype in (torch.bool, torch.uint8)
 
 
 def _fits(x: torch.Tensor, indices: Any, values: torch.Tensor, ones: int) -> bool:
@@ -111,7 +118,7 @@ def _fits(x: torch.Tensor, indices: Any, values: torch.Tensor, ones: int) -> boo
 
 @lowering("index_put", "_unsafe_index_put", infer=_infer_put)
 def index_put(x, indices, values, accumulate=False, *, ctx):
-    values, masks = values.astype(x.dtype), [i for i in indices if _is_mask(i)]
+    values, masks = _converted(ctx, values, x.dtype), [i for i in indices if _is_mask(i)]
     if not masks:
         where = [None if i is None else _wrapped_at(ctx, i, x, d) for d, i in enumerate(indices)]
     elif len(masks) == 1 and all(i is None or i is masks[0] for i in indices):
@@ -136,14 +143,56 @@ def index_put_impl(x, indices, values, accumulate=False, unsafe=False, *, ctx):
     return index_put(x, indices, values, accumulate, ctx=ctx)
 
 
+# What an error calls the C++ types that are named otherwise here
+_TYPES = {
+    "float16": "c10::Half",
+    "bfloat16": "c10::BFloat16",
+    "float32": "float",
+    "float64": "double",
+    "int32": "int",
+    "complex64": "c10::complex<float>",
+    "complex128": "c10::complex<double>",
+}
+
+
+def _converted(ctx: Context, values: Any, dtype: Any) -> Any:
+    """`values` in another dtype, after a check that it holds them, as PyTorch converts a number."""
+    if dtype in (values.dtype, bool):
+        return values.astype(dtype)
+    message = f"value cannot be converted to type {_TYPES.get(dtype.name, f'{dtype.name}_t')} without overflow"
+    if jnp.issubdtype(values.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        ctx.check(values.imag == 0, message, RuntimeError)
+        values = values.real
+    ctx.check(_holds(dtype, values), message, RuntimeError)
+    return values.astype(dtype)
+
+
+def _holds(dtype: Any, values: Any) -> Any:
+    """Whether a number of the dtype is near each value; unsigned ones stand for negative integers as well."""
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        return _holds(dtype, values.real) & _holds(dtype, values.imag)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        most = float(jnp.finfo(dtype).max)
+        return (jnp.abs(values.astype(jnp.float64)) <= most) | ~jnp.isfinite(values)
+    least, most = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        wide = values.astype(jnp.float64)
+        return (wide >= float(least)) & (wide <= float(most))
+    if values.dtype == bool or dtype.itemsize >= 8:
+        return True
+    wide = values.astype(jnp.int64)
+    return (wide >= (least or -most)) & (wide <= most)
+
+
 def _put_at_mask(ctx: Context, x: Any, indices: Any, mask: Any, values: Any, accumulate: bool) -> Any:
     """x[:, ..., mask] = values without a scatter: the n-th one of the mask takes the n-th slice of the values."""
     lead = next(d for d, i in enumerate(indices) if i is not None)
     tail = x.ndim - lead - mask.ndim
+    given = list(values.shape)
     values = values.reshape((1,) * (lead + 1 + tail - values.ndim) + values.shape)
     count = values.shape[lead]
     if count != 1:
-        _check_count(ctx, jnp.sum(mask) == count, values)
+        _check_values(ctx, jnp.sum(mask) == count, given, [*x.shape[:lead], "?", *x.shape[lead + mask.ndim :]])
         ordinal = jnp.cumsum(mask.reshape(-1), dtype=jnp.int64) - 1
         values = jnp.take(values, jnp.clip(ordinal, 0, count - 1), lead, mode="clip") if count else x.reshape(-1)[:0]
     if values.size == 0:
@@ -157,16 +206,21 @@ def _positions_with_masks(ctx: Context, x: Any, indices: Any, values: Any) -> li
     """Each mask as the positions of its ones: as many as the other indices or the values call for, or else padded with
     positions behind the end."""
     numbers = [i.shape for i in indices if i is not None and not _is_mask(i)]
-    beside = jnp.broadcast_shapes(*numbers)[-1:] if numbers else ()
+    among = jnp.broadcast_shapes(*numbers) if numbers else ()
+    beside = among[-1:]
     is_beside = beside not in ((), (1,))
     count = beside if is_beside else _values_beside_masks(x, indices, values)
     is_counted = count not in ((), (1,))
     totals = [jnp.sum(i != 0) for i in indices if _is_mask(i)]
     total = jnp.where(jnp.min(jnp.stack(totals)) == 0, 0, jnp.max(jnp.stack(totals)))
     size = count[0] if is_counted else max(i.size for i in indices if _is_mask(i))
-    expected = (total == size) | ((total == 1) & is_beside) if is_counted else True
-    for ones in totals:
-        _check_count(ctx, expected & ((ones == total) | (ones == 1)), values)
+    fits = [(ones == (size if is_beside else total)) | (ones == 1) for ones in totals]
+    if is_beside or len(totals) > 1:
+        shapes = [n for i in indices if i is not None for n in (["[?]"] * i.ndim if _is_mask(i) else [list(i.shape)])]
+        message = f"shape mismatch: indexing tensors could not be broadcast together with shapes {_listed(shapes)}"
+        ctx.check(jnp.stack(fits), f"{message}, where ? is the number of a mask's ones", IndexError)
+    if is_counted and not is_beside:
+        _check_values(ctx, total == size, values.shape, _shape_found(x, indices, [*among[:-1], "?"]))
     taken = jnp.arange(size) < (size if is_counted else total)
     where: list[Any] = []
     for index in indices:
@@ -177,6 +231,15 @@ def _positions_with_masks(ctx: Context, x: Any, indices: Any, values: Any) -> li
         else:
             where.append(None if index is None else _wrapped_at(ctx, index, x, len(where)))
     return where
+
+
+def _shape_found(x: Any, indices: Any, among: list[Any]) -> list[Any]:
+    """The shape of what is indexed, where that of the indices together is `among`."""
+    taken = [d for d, is_taken in enumerate(_per_dim(indices)) if is_taken]
+    is_adjacent = taken == list(range(taken[0], taken[-1] + 1))
+    left = [n for d, n in enumerate(x.shape) if d not in taken]
+    lead = taken[0] if is_adjacent else 0
+    return [*left[:lead], *among, *left[lead:]]
 
 
 def _values_beside_masks(x: Any, indices: Any, values: Any) -> tuple[int, ...]:
@@ -191,9 +254,14 @@ def _per_dim(indices: Any) -> list[bool]:
     return [i is not None for i in indices for _ in range(i.ndim if _is_mask(i) else 1)]
 
 
-def _check_count(ctx: Context, ok: Any, values: Any) -> None:
-    message = f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result"
-    ctx.check(ok, message, RuntimeError)
+def _check_values(ctx: Context, ok: Any, given: Any, found: list[Any]) -> None:
+    """The count of a mask's ones is known where this is checked, not where its text is made."""
+    message = f"shape mismatch: value tensor of shape [{_listed(given)}] cannot be broadcast to indexing result"
+    ctx.check(ok, f"{message} of shape [{_listed(found)}], where ? is the number of a mask's ones", RuntimeError)
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(map(str, values))
 
 
 @lowering("_unsafe_masked_index", infer=_infer_masked_index)
