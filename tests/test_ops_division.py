@@ -50,10 +50,41 @@ def test_quotients_are_those_of_the_cpu_to_the_bit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quotients_of_half_precision_are_rounded_before_they_are_cut(dtype: torch.dtype) -> None:
     x, y = (torch.randn(300, 300) * 10).to(dtype), torch.randn(300, 300).to(dtype)
-    for divisor in (y, y[0], *[0.3] * (dtype == torch.bfloat16)):
-        on_tpu = divisor.to("tpu") if isinstance(divisor, torch.Tensor) else divisor
-        found = torch.div(x.to("tpu"), on_tpu, rounding_mode="trunc").cpu()
+    for divisor in (y, y[0]):
+        found = torch.div(x.to("tpu"), divisor.to("tpu"), rounding_mode="trunc").cpu()
         torch.testing.assert_close(found, torch.div(x, divisor, rounding_mode="trunc"), rtol=0, atol=0)
+
+
+WHOLE: dict[str, Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]] = {
+    "floor_divide": torch.floor_divide,
+    "floor_divide_": lambda x, y: x.clone().floor_divide_(y),
+    "//": lambda x, y: x // y,
+    "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "into floats": lambda x, y: torch.div(
+        x, y, rounding_mode="floor", out=torch.empty(x.shape, device=x.device, dtype=torch.float)
+    ),
+    "by floats": lambda x, y: x.clone().div_(y.float() if isinstance(y, torch.Tensor) else y, rounding_mode="floor"),
+    "remainder": torch.remainder,
+    "fmod": torch.fmod,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_quotients_of_half_precision_are_rounded_at_the_steps_of_the_cpu(name: str, dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(2, 50_000, generator=drawn) * torch.randn(2, 50_000, generator=drawn).mul(3).exp()).to(dtype)
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, -2.5, 6e4]).to(dtype)
+    least = torch.finfo(dtype).smallest_normal / (2 if dtype == torch.float16 else 1)
+    small = torch.tensor([1.0, 2, -1, 3], dtype=dtype) * least
+    squares = [(each[:, None].expand(-1, len(each)).contiguous(), each) for each in (special, small)]
+    numbers: list[float | torch.Tensor] = [0.3, -1.7, 1e-3, y[:1], y[0], torch.tensor(0.3)]
+    for a, b in [(x, y), (x[:1], y[:1]), (x[:1000].view(10, 100), y[:100]), *squares, *((x, n) for n in numbers)]:
+        expected = WHOLE[name](a, b)
+        found = WHOLE[name](a.to("tpu"), b.to("tpu") if isinstance(b, torch.Tensor) else b).cpu()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.signbit(), expected.signbit()) or expected.isnan().any()
 
 
 def test_decimals_are_rounded_as_on_the_cpu() -> None:
@@ -72,6 +103,16 @@ def test_divisors_and_multiples_of_the_smallest_integer_are_found(dtype: torch.d
     b = torch.tensor([0, least, least, 1, -18, 0], dtype=dtype)
     for op in (torch.gcd, torch.lcm):
         assert op(a.to("tpu"), b.to("tpu")).tolist() == op(a, b).tolist(), op
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_signs_that_overflow_leaves_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    drawn = torch.randint(info.min, info.max, (2, 500), generator=torch.Generator().manual_seed(1), dtype=dtype)
+    least = torch.full((500,), info.min, dtype=dtype)
+    assert torch.equal(torch.gcd(least.to("tpu"), drawn[0].to("tpu")).cpu(), torch.gcd(least, drawn[0]))
+    assert torch.equal(torch.gcd(drawn[0].to("tpu"), least.to("tpu")).cpu(), torch.gcd(drawn[0], least))
+    assert torch.equal(torch.lcm(*drawn.to("tpu")).cpu(), torch.lcm(*drawn))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

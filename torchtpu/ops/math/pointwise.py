@@ -5,6 +5,7 @@ Comparisons, logic, bits and choices are in logic.py, activation functions in ac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch._prims_common import get_computation_dtype
 
 from torchtpu.ops.math import complex_functions
 from torchtpu.ops.math.complex_functions import is_complex
-from torchtpu.ops.registry import Context, as_dtype, jax_dtype, jnp, lax, like, lowering, pointwise, without_kernels
+from torchtpu.ops.registry import Context, as_dtype, jnp, lax, like, lowering, opmath, pointwise, without_kernels
 
 EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1, -2)  # torch computes these without pow
 
@@ -170,35 +171,62 @@ def div(self, other):
 
 
 @lowering("div.Tensor_mode", "div.Scalar_mode", lifts=True)
-def div_mode(self, other, *, rounding_mode=None, ctx):
-    if rounding_mode == "trunc":
-        return _trunc_divide(self, other, ctx=ctx)
-    return {None: div, "floor": floor_divide}[rounding_mode](self, other)
+def div_mode(self, other, *, rounding_mode=None):
+    if rounding_mode is not None:
+        return {"trunc": _trunc_divide, "floor": floor_divide}[rounding_mode](self, other)
+    made, result = div(self, other), _as_result(self, other)[0].dtype
+    return made.astype(result) if jnp.issubdtype(result, jnp.inexact) else made
 
 
-@pointwise(rounds_numbers=True)
-def _trunc_divide(self, other, *, ctx):
-    if jnp.issubdtype(self.dtype, jnp.integer):
-        return lax.div(*jnp.broadcast_arrays(self, other))
-    quotient = _divide(self, other)
-    ((_, dtype),) = ctx.results
-    if dtype in (torch.bfloat16, torch.float16):  # kernels round it before they cut it
-        digits = jnp.finfo(jax_dtype(dtype))
-        quotient = lax.reduce_precision(quotient, digits.nexp, digits.nmant)
-    return jnp.trunc(quotient)
+@pointwise(promote="no_opmath")
+def _as_result(self, other):
+    return jnp.broadcast_arrays(self, other)
 
 
-@pointwise("floor_divide", "floor_divide.Scalar", "floor_divide_.Tensor")
+@pointwise()
+def _as_computed(self, other):
+    return jnp.broadcast_arrays(self, other)
+
+
+Rounds = Callable[[Any], Any]
+
+
+def _of_steps(self: Any, other: Any) -> tuple[Any, Any, Any, Rounds]:
+    """The numbers to divide, the dtype of the quotient, and what happens to each step of a division. As in PyTorch's
+    kernels, a step in half precision is rounded, but where a tensor is divided by one number: that has all its digits,
+    and the result alone is rounded."""
+    x, y = _as_result(self, other)
+    dtype = x.dtype
+    is_half = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    if not is_half or jnp.size(other) == 1:
+        return *_as_computed(self, other), dtype, lambda step: step
+    digits = jnp.finfo(dtype)
+
+    def rounded(step: Any) -> Any:  # what is subnormal here is exact, and taken for zero by XLA
+        return jnp.where(jnp.abs(step) < digits.tiny, step, lax.reduce_precision(step, digits.nexp, digits.nmant))
+
+    return opmath(x), opmath(y), dtype, rounded
+
+
+def _trunc_divide(self, other):
+    x, y, dtype, rounded = _of_steps(self, other)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return lax.div(x, y)
+    return jnp.trunc(rounded(_divide(x, y))).astype(dtype)
+
+
+@lowering("floor_divide", "floor_divide.Scalar", "floor_divide_.Tensor", lifts=True)
 def floor_divide(self, other):
-    if not jnp.issubdtype(self.dtype, jnp.floating):
-        return jnp.floor_divide(self, other)
-    rest = lax.rem(*jnp.broadcast_arrays(self, other))
-    quotient = (self - rest) / other
-    quotient = jnp.where((rest != 0) & ((other < 0) != (rest < 0)), quotient - 1, quotient)
+    x, y, dtype, rounded = _of_steps(self, other)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return jnp.floor_divide(x, y)
+    rest = lax.rem(x, y)
+    quotient = rounded(_divide(rounded(x - rest), y))
+    quotient = jnp.where((rest != 0) & ((y < 0) != (rest < 0)), rounded(quotient - 1), quotient)
     nearest = jnp.floor(quotient)
     nearest = jnp.where(quotient - nearest > 0.5, nearest + 1, nearest)
-    nearest = jnp.where(quotient == 0, jnp.copysign(0.0, self / other).astype(nearest.dtype), nearest)
-    return jnp.where(other == 0, self / other, nearest)
+    nearest = jnp.where(quotient == 0, jnp.copysign(0.0, x / y).astype(nearest.dtype), nearest)
+    return jnp.where(y == 0, x / y, nearest).astype(dtype)
 
 
 @pointwise("fmod.Tensor", "fmod.Scalar", rounds_numbers=True)
@@ -341,14 +369,22 @@ def _magnitude(x: Any) -> Any:
 
 @pointwise("gcd")
 def gcd(self, other):
-    # Of signed integers jax's loop does not end where the smallest one meets a zero.
-    return jnp.gcd(_magnitude(self), _magnitude(other)).astype(self.dtype)
+    """The absolute value of the smallest integer is itself, which PyTorch's loop leaves signs of; jax's does not end
+    where it meets a zero."""
+
+    def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        a, b = state
+        return jnp.where(a == 0, 0, lax.rem(b, jnp.where(a == 0, 1, a))), jnp.where(a == 0, b, a)
+
+    both = tuple(jnp.broadcast_arrays(jnp.abs(self), jnp.abs(other)))
+    return lax.while_loop(lambda state: jnp.any(state[0] != 0), step, both)[1]
 
 
 @pointwise("lcm")
 def lcm(self, other):
-    product = jnp.lcm(_magnitude(self), _magnitude(other)).astype(self.dtype)
-    return jnp.abs(product)  # also where the product is no integer of the dtype
+    wide = jnp.promote_types(self.dtype, jnp.int32)  # as in C++
+    product = jnp.lcm(_magnitude(self.astype(wide)), _magnitude(other.astype(wide))).astype(wide)
+    return jnp.abs(product).astype(self.dtype)  # also where the product is no integer of the dtype
 
 
 @pointwise("ldexp.Tensor", promote="int_to_float")
