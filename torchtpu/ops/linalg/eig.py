@@ -31,6 +31,9 @@ def linalg_eigvals(self, *, ctx):
 def _eig(ctx: Context, a: Any, *, vectors: bool) -> list[Any]:
     if not a.size:
         return [jnp.zeros(shape, jnp.complex64) for shape, _ in ctx.results]
-    ctx.check(jnp.isfinite(a), "torch.linalg.eig: input tensor should not contain infs or NaNs.", RuntimeError)
-    found: list[Any] = lax.linalg.eig(a, compute_left_eigenvectors=False, compute_right_eigenvectors=vectors)
-    return found
+    is_endless = jnp.isinf(a)
+    ok = ~jnp.isnan(a) & ~(is_endless & vectors)  # without eigenvectors, those of infinity are NaN
+    ctx.check(ok, "torch.linalg.eig: input tensor should not contain infs or NaNs.", RuntimeError)
+    finite = jnp.where(is_endless, 0, a)
+    values, *found = lax.linalg.eig(finite, compute_left_eigenvectors=False, compute_right_eigenvectors=vectors)
+    return [jnp.where(is_endless.any((-2, -1))[..., None], jnp.nan, values), *found]

@@ -313,7 +313,7 @@ def linalg_svd(A, full_matrices=False, compute_uv=True, *, driver=None, ctx):
         made = [empty(ctx, i) for i in range(3)]
         return [x if i == 1 or not x.size else _eye_like(x) for i, x in enumerate(made)]
     message = "linalg.svd: The algorithm failed to converge because the input matrix contained non-finite values."
-    ctx.check(jnp.isfinite(A), message, LinAlgError)
+    ctx.check(~jnp.isnan(A), message, LinAlgError)
     if not compute_uv:
         return empty(ctx, 0), _svd(A, ctx, compute_uv=False), empty(ctx, 2)
     return _svd(A, ctx, full_matrices=full_matrices)
@@ -339,14 +339,27 @@ def linalg_eigh(A, UPLO="L", compute_v=True, *, ctx):
     if not A.size:
         return empty(ctx, 0), empty(ctx, 1)
     is_lower = UPLO.upper() == "L"
-    if A.shape[-1] > 2:  # LAPACK has smaller ones come out as NaN
-        message = (
-            "linalg.eigh: The algorithm failed to converge because the input matrix is ill-conditioned or has too many "
-            "repeated eigenvalues."
-        )
-        ctx.check(jnp.isfinite(jnp.tril(A) if is_lower else jnp.triu(A)), message, LinAlgError)
+    half = jnp.tril(A) if is_lower else jnp.triu(A)
+    _check_convergence(ctx, half, compute_v)
+    is_endless = jnp.isinf(half).any((-2, -1)) & (A.shape[-1] > 1)
+    A = jnp.where(is_endless[..., None, None] & jnp.isinf(A), jnp.nan, A)
     vectors, values = lax.linalg.eigh(A, lower=is_lower, symmetrize_input=False)
+    values = jnp.where(is_endless[..., None], jnp.nan, values)
     return values, vectors if compute_v else empty(ctx, 1)
+
+
+def _check_convergence(ctx: Any, half: Any, compute_v: bool) -> None:
+    """Raises where PyTorch's LAPACK does not converge. The eigenvalues of other matrices that are not finite are NaN:
+    of small ones and, where eigenvectors are computed, of large ones and of those with infinity on the diagonal."""
+    size = half.shape[-1]
+    if size < 3 or (compute_v and size > 25):
+        return
+    inside = jnp.where(jnp.eye(size, dtype=bool), 0, half) if compute_v else half
+    message = (
+        "linalg.eigh: The algorithm failed to converge because the input matrix is ill-conditioned or has too many "
+        f"repeated eigenvalues (error code: {size - 1 if compute_v else size - 2})."
+    )
+    ctx.check(jnp.isfinite(inside) & ~jnp.isnan(half), message, LinAlgError)
 
 
 def _infer_lstsq(self: torch.Tensor, b: torch.Tensor, rcond: Any = None, driver: Any = None) -> Any:
