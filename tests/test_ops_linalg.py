@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchtpu import metrics
 from torchtpu.ops.linalg import linalg as _linalg  # noqa: F401  (registers the lowerings)
 from torchtpu.ops.registry import LOWERINGS, Context, jax, jnp
 
@@ -218,6 +219,23 @@ RESIZED: dict[str, tuple[Any, int]] = {
     "linalg_ldl_factor": (lambda x, a, out: torch.linalg.ldl_factor(a, out=out), 2),
     "triangular_solve": (lambda x, a, out: torch.triangular_solve(a, a, out=out), 2),
     "linalg_lu_solve": (lambda x, a, out: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), a, out=out[0]), 1),
+    "linalg_eig": (lambda x, a, out: torch.linalg.eig(a, out=[each.cfloat() for each in out]), 2),
+    "geqrf": (lambda x, a, out: torch.geqrf(x, out=out), 2),
+    "linalg_lstsq": (
+        lambda x, a, out: torch.linalg.lstsq(x.mT, x.mT, driver="gelsd", out=(*out[:2], out[2].long(), out[3])),
+        4,
+    ),
+    "linalg_lstsq of a vector": (
+        lambda x, a, out: torch.linalg.lstsq(x.mT, x[0], out=(*out[:2], out[2].long(), out[3])),
+        4,
+    ),
+    "cholesky_inverse": (lambda x, a, out: torch.cholesky_inverse(a, out=out[0]), 1),
+    "linalg_householder_product": (
+        lambda x, a, out: torch.linalg.householder_product(*torch.geqrf(x.mT), out=out[0]),
+        1,
+    ),
+    "ormqr": (lambda x, a, out: torch.ormqr(*torch.geqrf(x.mT), x.mT, out=out[0]), 1),
+    "ormqr of the right": (lambda x, a, out: torch.ormqr(*torch.geqrf(x.mT), x, False, True, out=out[0]), 1),
     "fft_ihfft2": (lambda x, a, out: torch.fft.ihfft2(x, out=out[0].cfloat()), 1),
     "fft_hfft": (lambda x, a, out: torch.fft.hfft(x.cfloat(), dim=0, out=out[0]), 1),
 }
@@ -238,6 +256,7 @@ def test_outputs_that_are_resized_lie_as_on_the_cpu(name: str, shape: tuple[int,
         return [each.stride() for each in (made if isinstance(made, tuple) else [made])]
 
     assert strides("tpu") == strides("cpu")
+    assert not metrics.snapshot()["cpu_fallbacks"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])

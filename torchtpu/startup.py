@@ -147,6 +147,9 @@ def _resized(made: Any, outs: Any, is_contiguous: bool) -> Any:
         if out.shape != result.shape:
             _maybe_resize_out(out, result.shape)
             if not is_contiguous:
+                out.resize_(
+                    result.untyped_storage().nbytes() // result.itemsize
+                )  # which may be more than is seen of it
                 out.as_strided_(result.shape, result.stride())
         _safe_copy_out(copy_from=result, copy_to=out, exact_dtype=True)
     return outs[0] if len(outs) == 1 else tuple(outs)

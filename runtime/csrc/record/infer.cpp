@@ -636,6 +636,13 @@ bool resizes_silently(const OpInfo& info) {
   return info.random || is_any_of(base_name(info), {"addbmm", "eye", "log_sigmoid_forward", "narrow_copy", "randperm"});
 }
 
+// Ops whose kernels resize an out= argument that has elements before they look at it: it is contiguous then, where one
+// without elements lies as a new result.
+bool lies_contiguously(const OpInfo& info) {
+  return is_any_of(base_name(info),
+                   {"cholesky_inverse", "geqrf", "linalg_eig", "linalg_householder_product", "linalg_lstsq", "ormqr"});
+}
+
 // An out= argument that has elements and another shape is resized here, with PyTorch's warning: its Python code for
 // meta tensors has another one.  False where the op refuses an output without elements.
 bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Inferred& inferred) {
@@ -659,7 +666,7 @@ bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Infer
     if (out.sizes() == made.sizes()) continue;
     if (!resizes_silently(info)) at::native::resize_output_check(out, made.sizes());
     out.resize_(made.sizes());
-    out.as_strided_(made.sizes(), made.strides());
+    if (!lies_contiguously(info)) out.as_strided_(made.sizes(), made.strides());
   }
   inferred.results = std::move(stack);
   for (size_t i = 0; i < info.return_alias.size(); i++) {

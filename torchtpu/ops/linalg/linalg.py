@@ -138,7 +138,7 @@ def cholesky_solve_helper(self, A, upper):
     return solve_triangle(A, first, lower=not upper, turned=not upper)
 
 
-@lowering("cholesky_inverse")
+@lowering("cholesky_inverse", infer=as_new("cholesky_inverse"))
 def cholesky_inverse(self, upper=False, *, ctx):
     message = "cholesky_inverse: The diagonal element is zero, the inversion could not be completed because the input "
     ctx.check(jnp.diagonal(self, axis1=-2, axis2=-1) != 0, f"{message}matrix is singular.", LinAlgError)
@@ -287,12 +287,12 @@ def geqrf(self):
     return jnp.swapaxes(transposed, -1, -2), tau
 
 
-@lowering("linalg_householder_product")
+@lowering("linalg_householder_product", infer=as_new("linalg_householder_product"))
 def linalg_householder_product(input, tau):
     return lax.linalg.householder_product(input, tau) if input.size else input
 
 
-@lowering("ormqr")
+@lowering("ormqr", infer=as_new("ormqr"))
 def ormqr(self, input2, input3, left=True, transpose=False):
     size = self.shape[-2]
     square = jnp.zeros((*self.shape[:-1], size), self.dtype).at[..., : self.shape[-1]].set(self[..., :size])
