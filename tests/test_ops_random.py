@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -21,9 +22,17 @@ def exact() -> Any:
         yield
 
 
-def draw(name: str, *args: Any, seed: int = 1, offset: int = 0, checks: list[Any] | None = None, **kwargs: Any) -> Any:
+def draw(
+    name: str,
+    *args: Any,
+    seed: int = 1,
+    offset: int = 0,
+    checks: list[Any] | None = None,
+    results: Any = (),
+    **kwargs: Any,
+) -> Any:
     entry = LOWERINGS[name]
-    ctx = Context(name, "cpu", ())
+    ctx = Context(name, "cpu", results)
 
     def traced(seed: Any, offset: Any) -> Any:
         extra = {"ctx": ctx} if entry.takes_context else {}
@@ -111,7 +120,7 @@ def test_complex_normal_has_variance_one() -> None:
 def test_normal_takes_tensors_of_parameters() -> None:
     mean, std = full(3.0, shape=(N, 1)), full(2.0, shape=(1,))
     assert close(draw("normal.Tensor_Tensor", mean, std), 3, 2)
-    assert close(draw("normal.Tensor_float", mean, 2.0), 3, 2)
+    assert close(draw("normal.Tensor_float", mean, 2.0, results=((mean.shape, torch.float32),)), 3, 2)
     assert close(draw("normal.float_Tensor", 3.0, full(2.0)), 3, 2)
     checks: list[str] = []
     draw("normal.float_Tensor", 3.0, full(-2.0), checks=checks)
@@ -267,3 +276,37 @@ def test_a_draw_refuses_what_the_cpu_refuses_on_the_first_visit_and_on_later_one
         call(torch.ones(3, device="tpu"), True).cpu()
     with pytest.raises(RuntimeError, match="expects"):
         call(torch.ones(3, device="tpu"), False).cpu()
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 1), (0,), (4,)])
+@pytest.mark.parametrize("mean", [(3,), (2, 3), ()])
+def test_normal_numbers_are_drawn_into_outputs_as_on_the_cpu(mean: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    calls: dict[str, Any] = {
+        "mean": lambda x, out: torch.normal(x, 0.0, out=out),
+        "deviation": lambda x, out: torch.normal(2.0, x - x, out=out),
+        "both": lambda x, out: torch.normal(x, (x - x)[..., None], out=out),
+    }
+
+    def made(name: str, device: str) -> list[Any]:
+        x, out = torch.ones(mean, device=device).cumsum(-1), torch.full(shape, 7.0, device=device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                returned = calls[name](x, out)
+                found = [returned is out, out.stride(), out.shape, out.tolist()]
+            except RuntimeError as error:
+                found = [str(error).partition(" (aten")[0]]
+        return [*found, [str(each.message).partition(". This")[0] for each in caught]]
+
+    for name in calls:
+        assert made(name, "tpu") == made(name, "cpu"), name
+
+
+def test_normal_numbers_are_refused_by_outputs_that_do_not_hold_them() -> None:
+    for x, out in ((torch.ones(3), torch.ones(3).long()), (torch.ones(3).cfloat(), torch.ones(3))):
+        texts = []
+        for device in ("cpu", "tpu"):
+            with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+                torch.normal(x.to(device), 1.0, out=out.to(device))
+            texts.append(str(raised.value))
+        assert texts[0] == texts[1]

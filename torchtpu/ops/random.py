@@ -147,7 +147,8 @@ def normal_op(self, mean=0.0, std=1.0, *, generator, ctx):
 @lowering("normal.Tensor_float", lifts=True)
 def normal_mean(mean, std=1.0, *, generator, ctx):
     _require(ctx, std >= 0, "normal expects std >= 0.0")
-    return normal(generator, mean.shape, mean.dtype) * std + mean
+    shape = ctx.results[0][0]  # that of an out= argument, which may be larger
+    return normal(generator, shape, mean.dtype) * std + mean
 
 
 @lowering("normal.float_Tensor", lifts=True)

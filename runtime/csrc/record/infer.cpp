@@ -1,6 +1,7 @@
 #include "record/infer.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/TensorIterator.h>
@@ -248,8 +249,9 @@ void raise_cpu_error(const OpInfo& info, const c10::OperatorHandle& op, const IV
   try {
     op.callBoxed(&stack);
   } catch (const c10::Error& error) {
-    bool is_of_count = has_ones && !known &&
-                       std::string_view(error.what_without_backtrace()).find("shape mismatch") != std::string_view::npos;
+    bool is_of_count =
+        has_ones && !known &&
+        std::string_view(error.what_without_backtrace()).find("shape mismatch") != std::string_view::npos;
     if (!is_about_values(error) && !is_of_count) throw;
   }
 }
@@ -631,9 +633,10 @@ std::shared_ptr<const Inferred> infer_by_iterator(const OpInfo& info, const c10:
   return inferred;
 }
 
-// Ops whose kernels resize an out= argument that has elements without a word; draws of random numbers are others.
+// Ops whose kernels resize an out= argument that has elements without a word; most draws of random numbers are others.
 bool resizes_silently(const OpInfo& info) {
-  return info.random || is_any_of(base_name(info), {"addbmm", "eye", "log_sigmoid_forward", "narrow_copy", "randperm"});
+  return (info.random && !is_any_of(info.name, {"normal.Tensor_Tensor_out", "normal.float_Tensor_out"})) ||
+         is_any_of(base_name(info), {"addbmm", "eye", "log_sigmoid_forward", "narrow_copy", "randperm"});
 }
 
 // Ops whose kernels resize an out= argument that has elements before they look at it: it is contiguous then, where one
@@ -675,12 +678,25 @@ bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Infer
   return true;
 }
 
+// Numbers are drawn into the out= argument, whose shape may be larger than that of the mean added to them.
+void infer_around_mean(Inferred& inferred) {
+  double deviation = inferred.args[1].toDouble();
+  TORCH_CHECK(deviation >= 0, "normal expects std >= 0.0, but found std ", deviation);
+  const at::Tensor &mean = inferred.args[0].toTensor(), &out = inferred.args[3].toTensor();
+  at::DimVector shape = at::infer_size_dimvector(mean.sizes(), out.sizes());
+  at::native::resize_output(out, shape);
+  TORCH_CHECK(c10::canCast(at::result_type(out, mean), out.scalar_type()), "result type ", at::result_type(out, mean),
+              " can't be cast to the desired output type ", out.scalar_type());
+  inferred.results = {out};
+}
+
 std::shared_ptr<const Inferred> infer_on_meta(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
   auto inferred = std::make_shared<Inferred>();
   SharedArgs meta(at::kMeta);
   inferred->args = convert_args(info, args, at::kMeta, std::ref(meta));
   // torch's Python code takes no dimensions for none, kernels take them for all
   if (base_name(info) == "nansum" && args[1].isIntList() && args[1].toDimVector().empty()) inferred->args[1] = IValue();
+  if (info.name == "normal.Tensor_float_out") return infer_around_mean(*inferred), inferred;
   if (info.may_resize && !is_range(info) && infer_with_outputs(info, op, *inferred)) return inferred;
   inferred->results = inferred->args;
   if (info.has_infer) {
@@ -726,8 +742,11 @@ bool is_doubtful(const OpInfo& info, const IValue* args) {
     return !c10::isIntegralType(args[2].toTensor().scalar_type(), /*includeBool=*/false);
   if (is_any_of(info.name, {"bernoulli", "bernoulli.out", "multilabel_margin_loss_forward"}))
     return !c10::isFloatingType(dtype_of(0));
-  if (name == "normal" && (args[0].isTensor() || args[1].isTensor()))
-    return c10::isIntegralType(dtype_of(args[0].isTensor() ? 0 : 1), /*includeBool=*/true);
+  if (name == "normal" && (args[0].isTensor() || args[1].isTensor())) {
+    bool has_out = info.args.back().is_out && args[info.args.size() - 1].isTensor();
+    return c10::isIntegralType(dtype_of(args[0].isTensor() ? 0 : 1), /*includeBool=*/true) ||
+           (has_out && c10::isIntegralType(dtype_of(info.args.size() - 1), /*includeBool=*/true));
+  }
   if (name == "aminmax") return c10::isComplexType(dtype_of(0));
   if (name == "searchsorted") return args[5].isTensor() && args[5].toTensor().scalar_type() != at::kLong;
   return false;
