@@ -188,3 +188,17 @@ def test_storages_refuse_what_they_cannot_do():
     for other in (torch.ones(1, device="tpu"), torch.ones(4)):
         with pytest.raises(RuntimeError, match="_swap_data_ptr_: storages must"):
             storage._swap_data_ptr_(other.untyped_storage())
+
+
+def test_storages_take_files_with_all_that_is_to_be_known_of_them(tmp_path):
+    storage = torch.arange(4.0, device="tpu").untyped_storage()
+    for method in (storage._set_from_file, storage._write_file):
+        with pytest.raises(TypeError, match="takes four arguments"):
+            method()
+    path = tmp_path / "numbers"
+    with path.open("wb") as file:
+        storage._write_file(file, True, True, 1)
+    taken = torch.zeros(4, device="tpu")
+    with path.open("rb") as file:
+        taken.untyped_storage()._set_from_file(file, None, True, 1)
+    assert taken.tolist() == [0, 1, 2, 3]

@@ -1,4 +1,5 @@
-"""Does for storages of the device by copies what torch.UntypedStorage does by address."""
+"""Does for storages of the device by copies what torch.UntypedStorage does by address, and refuses what ends the
+process."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ def install() -> None:
     kind.new = _for_device(kind.new, _new)
     kind._byteswap = _for_device(kind._byteswap, _byteswap)
     kind._swap_data_ptr_ = _for_device(kind._swap_data_ptr_, _swap_data_ptr_)
+    kind._set_from_file = _for_device(kind._set_from_file, _with_file)
+    kind._write_file = _for_device(kind._write_file, _with_file)
 
 
 def _for_device(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,3 +57,9 @@ def _swap_data_ptr_(original: Any, self: Any, other: Any) -> None:
     ours, theirs = self.clone(), other.clone()
     self.resize_(theirs.nbytes()).copy_(theirs)
     other.resize_(ours.nbytes()).copy_(ours)
+
+
+def _with_file(original: Any, self: Any, *arguments: Any) -> Any:
+    if len(arguments) < 4:  # PyTorch takes them without a look at their number
+        raise TypeError(f"{original.func.__name__}() takes four arguments, of which the first is a file")
+    return original(*arguments)
