@@ -530,3 +530,21 @@ def test_what_a_handler_raises_while_ranks_are_awaited_is_raised_as_it_is() -> N
         signal.signal(signal.SIGALRM, before)
     assert links._thread
     links._thread.join()
+
+
+ENDS = {
+    "nobody catches it": ("raise KeyboardInterrupt", -2),
+    "it is caught": ("try: raise KeyboardInterrupt\nexcept KeyboardInterrupt: sys.exit(1)", 1),
+    "another error follows": ("try: raise KeyboardInterrupt\nfinally: raise ValueError", 1),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_interrupt_that_nobody_catches_is_how_the_process_ends(name: str) -> None:
+    code, status = ENDS[name]
+    begin = "import atexit, sys, torch\ntorch.ones(2, device='tpu').sum().item()\n"
+    ended = run_script(
+        f"{begin}atexit.register(lambda: exec('1'))\n{code}\n"
+    )  # Python forgets the interrupt as it runs a text
+    assert ended.status == status
+    assert status == 1 or ended.err.endswith("\nKeyboardInterrupt\n")

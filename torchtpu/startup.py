@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -433,4 +434,6 @@ def _after_fork_in_child() -> None:
 
 def _shut_down() -> None:
     if not _process.is_in_bad_fork:
-        _C.shutdown(_END_SECONDS, _lazy.close)
+        is_prompting = sys.flags.interactive or hasattr(sys, "ps1")  # whose user is told, and goes on
+        is_interrupted = not is_prompting and getattr(sys, "last_type", None) is KeyboardInterrupt
+        _C.shutdown(_END_SECONDS, _lazy.close, is_interrupted)

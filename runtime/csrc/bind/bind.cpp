@@ -372,10 +372,11 @@ PYBIND11_MODULE(_C, m) {
       .def("__exit__", [](SignalsScope& scope, const py::args&) { scope.deferred.reset(); });
   // No bytecode runs, and so no signal handler, where a built-in function calls one.
   m.def("without_arguments", [](py::object call) { return py::cpp_function([call](const py::args&) { call(); }); });
-  m.def("shutdown", [](double seconds, const py::object& close) {
+  m.def("shutdown", [](double seconds, const py::object& close, bool is_interrupted) {
     SignalsDeferred deferred;
     bool have_ended = shutdown(seconds);
     keep_threads_from_exiting();
     if (!close().cast<bool>() || !have_ended) exit_without_destructors();
+    if (is_interrupted) exit_as_interrupted();  // before what was asked for earlier
   });
 }

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pythoncapi_compat.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -85,6 +86,17 @@ void keep_threads_from_exiting() {
   if (mprotect(reinterpret_cast<void*>(page), page_size, PROT_READ | PROT_WRITE) != 0) return;  // the loader's, by now
   *slot = reinterpret_cast<void*>(&exit_thread);
 #endif
+}
+
+void exit_as_interrupted() {
+  on_exit(
+      [](int status, void*) {
+        if (status != 1) return;
+        fflush(nullptr);
+        std::signal(SIGINT, SIG_DFL);
+        kill(getpid(), SIGINT);
+      },
+      nullptr);
 }
 
 void exit_without_destructors() {

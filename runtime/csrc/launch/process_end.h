@@ -15,5 +15,8 @@ void keep_threads_from_exiting();
 // For the case that a thread is inside XLA when the process ends: nothing that it uses may be destroyed.  Python ends
 // as ever, with the same status.
 void exit_without_destructors();
+// For the case that nobody has caught a KeyboardInterrupt.  Python then ends with the signal, unless some thread has
+// run the text of a program since, as classes of data are made; its status would be 1.
+void exit_as_interrupted();
 
 }  // namespace torchtpu
