@@ -47,6 +47,39 @@ def test_quotients_are_those_of_the_cpu_to_the_bit(dtype: torch.dtype) -> None:
     torch.testing.assert_close((x.to("tpu") / 127.5).cpu(), x / 127.5, rtol=0, atol=0)
 
 
+QUOTIENTS_OF_QUOTIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "by tensors": lambda x, y: x / y / y,
+    "by numbers": lambda x, y: x / 1e25 / 1e25 / 1e-25 / 1e-25,
+    "in place": lambda x, y: x.clone().div_(y).div_(y),
+    "views": lambda x, y: (x / y).view(2, 4).T.div(y.view(2, 4).T),
+    "broadcast": lambda x, y: (x / y)[:, None] / y,
+    "a part written": lambda x, y: (x / y).index_fill(0, torch.tensor([1], device=x.device), 2.0) / y,
+    "foreach": lambda x, y: torch._foreach_div(torch._foreach_div([x], [y]), [y])[0],
+}
+
+
+@pytest.mark.parametrize("way", QUOTIENTS_OF_QUOTIENTS)
+@pytest.mark.parametrize(("dividend", "divisor"), [(1e-20, 1e-25), (1e30, 1e25), (3.0, 7.0)])
+def test_a_quotient_is_divided_again_where_a_product_of_the_divisors_would_overflow_or_vanish(
+    way: str, dividend: float, divisor: float
+) -> None:
+    x, y = torch.full((8,), dividend), torch.full((8,), divisor)
+    expected = QUOTIENTS_OF_QUOTIENTS[way](x, y)
+    found = QUOTIENTS_OF_QUOTIENTS[way](x.to("tpu"), y.to("tpu")).cpu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("divisor", [1e-20, 3e-10, 2.0, 1e25])
+def test_the_gradient_of_a_divisor_is_finite_where_the_square_of_the_divisor_is_not(divisor: float) -> None:
+    gradients = []
+    for device in ("cpu", "tpu"):
+        x = torch.tensor([2e-3 * divisor, divisor], device=device, requires_grad=True)
+        (x[0] / x[1]).backward()
+        gradients.append(x.grad.cpu())
+    assert gradients[0].isfinite().all() and gradients[0].all()
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_quotients_of_half_precision_are_rounded_before_they_are_cut(dtype: torch.dtype) -> None:
     x, y = (torch.randn(300, 300) * 10).to(dtype), torch.randn(300, 300).to(dtype)

@@ -28,6 +28,7 @@ from . import views
 from .cse_barriers import barrier, repeated
 from .fragments import Fragments
 from .materialization import STORED, boundary, find_boundaries
+from .quotients import find_divided
 from .tracing import Fragment
 from .views import Digit, View
 
@@ -89,7 +90,8 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     boundaries: set[int] = set()
     with fragments.bailouts.attempt("boundaries", program.line):
         boundaries = find_boundaries(live, program.outputs, fragments.platform)
-    writer = _Writer(program, is_flat, boundaries, _find_shields(live, program.outputs))
+    divided = find_divided(live) - boundaries
+    writer = _Writer(program, is_flat, boundaries, divided, _find_shields(live, program.outputs))
     for place, call in enumerate(live):
         writer.add(call, waits.get(place))
     return writer.finish()
@@ -231,10 +233,13 @@ class _Writer:
     version that is so itself.
     """
 
-    def __init__(self, program: Program, is_flat: bool, fenced: set[int], shields: Mapping[int, bool]) -> None:
+    def __init__(
+        self, program: Program, is_flat: bool, fenced: set[int], divided: set[int], shields: Mapping[int, bool]
+    ) -> None:
         self._program = program
         self._is_flat = is_flat
         self._fenced = fenced
+        self._divided = divided
         self._shields = shields
         self._unshielded: dict[int | None, int] = {~i: 0 for i in range(len(program.inputs))}
         self._sound: dict[int | None, int | None] = {}
@@ -278,6 +283,10 @@ class _Writer:
                 self._names[target.value] = self._apply(call, target, name, old, is_shielded=is_shielded)
             if target.value in self._fenced:
                 self._names[target.value] = self._stored(self._names[target.value], target.base)
+            elif target.value in self._divided:
+                array = self._names[target.value], tensor_type(*target.base)
+                line, (self._names[target.value],) = barrier(f"%r{self._next()}", [array])
+                self._lines.append(line)
 
     def finish(self) -> Module:
         """The module's text, with its outputs, its checks and its donated inputs."""
