@@ -183,6 +183,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray]]] = {
     "solve": (lambda x: lax.linalg.triangular_solve(x, x * 2, left_side=True, lower=True), [SQUARE]),
     "qr": (jnp.linalg.qr, [SQUARE]),
     "lu": (lax.linalg.lu, [SQUARE]),
+    "pivots": (lambda x: lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(x)[1], x.shape[-1]), [SQUARE]),
+    "reflectors": (lambda x: lax.linalg.householder_product(x, x[:, 0]), [SQUARE]),
     "fft": (lambda x: jnp.abs(jnp.fft.fft(x)), [SQUARE]),
     "softmax": (lambda x: (jax.nn.softmax(x, 0), jax.nn.log_softmax(x, -1), jax.nn.logsumexp(x, 1)), [X]),
     "erf_inv": (lambda x: lax.erf_inv(jnp.tanh(x)) + lax.lgamma(x * x + 1), [X]),
@@ -201,8 +203,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray]]] = {
 
 # What a rule does not know: sizes that are not to change there.
 REFUSED = {
-    ("cholesky", 4), ("solve", 4), ("qr", 4), ("lu", 4), ("fft", 4), ("convolution of groups", 4),
-    ("convolution backward", 3), ("random bits", 4),
+    ("cholesky", 4), ("solve", 4), ("qr", 4), ("lu", 4), ("pivots", 4), ("reflectors", 4), ("fft", 4),
+    ("convolution of groups", 4), ("convolution backward", 3), ("random bits", 4),
 }  # fmt: skip
 
 

@@ -1092,8 +1092,10 @@ def _scan(equation: _Equation, arrays: list[Any]) -> Any:
 
 
 def _of_matrices(equation: _Equation, arrays: list[Any]) -> Any:
-    for number in range(len(arrays)):
-        if _changing(equation.dims(number)[-2:]):
+    rank = max(array.ndim for array in arrays) + (equation.name == "lu_pivots_to_permutation")
+    for number, array in enumerate(arrays):
+        own = array.ndim - rank + 2  # dimensions: 2 of a matrix, 1 of pivots and the like
+        if _changing(equation.dims(number)[array.ndim - own :]):
             raise Refused(f"{equation.name} of matrices of changing size")
     return equation.bind(*arrays)
 
