@@ -222,11 +222,11 @@ RESIZED: dict[str, tuple[Any, int]] = {
     "linalg_eig": (lambda x, a, out: torch.linalg.eig(a, out=[each.cfloat() for each in out]), 2),
     "geqrf": (lambda x, a, out: torch.geqrf(x, out=out), 2),
     "linalg_lstsq": (
-        lambda x, a, out: torch.linalg.lstsq(x.mT, x.mT, driver="gelsd", out=(*out[:2], out[2].long(), out[3])),
+        lambda x, a, out: torch.linalg.lstsq(a, x, driver="gelsd", out=(*out[:2], out[2].long(), out[3])),
         4,
     ),
     "linalg_lstsq of a vector": (
-        lambda x, a, out: torch.linalg.lstsq(x.mT, x[0], out=(*out[:2], out[2].long(), out[3])),
+        lambda x, a, out: torch.linalg.lstsq(a, x[:, 0], out=(*out[:2], out[2].long(), out[3])),
         4,
     ),
     "cholesky_inverse": (lambda x, a, out: torch.cholesky_inverse(a, out=out[0]), 1),
@@ -256,6 +256,18 @@ def test_outputs_that_are_resized_lie_as_on_the_cpu(name: str, shape: tuple[int,
         return [each.stride() for each in (made if isinstance(made, tuple) else [made])]
 
     assert strides("tpu") == strides("cpu")
+    assert not metrics.snapshot()["cpu_fallbacks"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (2,), (50,)])
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_solutions_that_are_a_part_of_their_storage_are_written_into_outputs(shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(1))
+    dtypes = (torch.float, torch.float, torch.long, torch.float)
+    out = tuple(torch.empty(shape, device="tpu", dtype=dtype) for dtype in dtypes)
+    torch.linalg.lstsq(x.to("tpu"), y.to("tpu"), driver="gelsd", out=out)
+    for found, expected in zip(out, torch.linalg.lstsq(x, y, driver="gelsd"), strict=True):
+        torch.testing.assert_close(found.cpu(), expected)
     assert not metrics.snapshot()["cpu_fallbacks"]
 
 

@@ -143,14 +143,11 @@ class _Process:
 
 def _resized(made: Any, outs: Any, is_contiguous: bool) -> Any:
     """The meta tensors `outs` as an op leaves them that writes results like `made` into them; resized ones lie as these
-    do or, as those of Fourier transforms, are contiguous."""
+    do or, as those of Fourier transforms and where these have gaps, are contiguous."""
     for result, out in zip([made] if isinstance(made, torch.Tensor) else made, outs, strict=True):
         if out.shape != result.shape:
             _maybe_resize_out(out, result.shape)
-            if not is_contiguous:
-                out.resize_(
-                    result.untyped_storage().nbytes() // result.itemsize
-                )  # which may be more than is seen of it
+            if not is_contiguous and result.untyped_storage().nbytes() == result.nbytes:
                 out.as_strided_(result.shape, result.stride())
         _safe_copy_out(copy_from=result, copy_to=out, exact_dtype=True)
     return outs[0] if len(outs) == 1 else tuple(outs)
