@@ -239,8 +239,8 @@ class Engine:
             if self._known(padded, device) is None:
                 pieces = []
                 with self.counters.bailouts.attempt("pieces", program.line):
-                    parts = functools.partial(self._parts_of, padded.program)
-                    pieces = self._variants.pieces_instead(program, parts, device, plan.regions)
+                    programs = functools.partial(self._parts_of, padded.program)
+                    pieces = self._variants.pieces_instead(program, programs, device, plan.regions)
                 if pieces:
                     yield "pieces", functools.partial(self._begin, program, lambda: None, device, pieces, padded)
                 with self.counters.bailouts.attempt("note of sizes", program.line):
