@@ -242,7 +242,8 @@ class Engine:
                     programs = functools.partial(self._parts_of, padded.program)
                     pieces = self._variants.pieces_instead(program, programs, device, plan.regions)
                 if pieces:
-                    yield "pieces", functools.partial(self._begin, program, lambda: None, device, pieces, padded)
+                    clusters = functools.partial(self._clusters, program)
+                    yield "pieces", functools.partial(self._begin, program, clusters, device, pieces, padded)
                 with self.counters.bailouts.attempt("note of sizes", program.line):
                     self.plans.note_samples(padded.samples)
             yield "padding", functools.partial(self._with_padding, padded, device)
