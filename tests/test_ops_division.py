@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from record_support import Record
+
+from torchtpu import startup
+from torchtpu.runtime.lowering.emit import lower
 
 DIVISORS: dict[str, Callable[[torch.Tensor], torch.Tensor | float]] = {
     "a number": lambda c: c.item(),
@@ -78,6 +82,14 @@ def test_the_gradient_of_a_divisor_is_finite_where_the_square_of_the_divisor_is_
         gradients.append(x.grad.cpu())
     assert gradients[0].isfinite().all() and gradients[0].all()
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize(("then", "barriers"), [(lambda x: torch.softmax(x, 1), 0), (lambda x: x / 5, 1)])
+def test_only_what_is_divided_again_is_kept_apart(then: Callable[[torch.Tensor], torch.Tensor], barriers: int) -> None:
+    with Record() as record:
+        x = then(record.input(torch.rand(4, 4)) / 3)
+    text = lower(record.program(x), startup.engine().fragments).text
+    assert text.count("stablehlo.optimization_barrier") == barriers
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -131,9 +131,12 @@ class _EmittedCall:
 
     def read(self) -> set[int]:
         """The values that it takes, those of which a part stays included."""
-        taken = [self.parameters[n] for n in self.fragment.used]
-        values = {p.value for p in taken if type(p) is Operand} | set(self.kept())
-        return {value for value in values if value is not None}
+        return {value for value in (*self.taken(), *self.kept()) if value is not None}
+
+    def taken(self) -> list[int | None]:
+        """The values that the parameters of its function are, or parts of them; None for numbers."""
+        parameters = [self.parameters[n] for n in self.fragment.used]
+        return [p.value if type(p) is Operand else None for p in parameters]
 
     @property
     def compares(self) -> bool:
