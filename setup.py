@@ -61,7 +61,6 @@ def compiled() -> dict[str, object]:
 
     objects = f"build/{sys.implementation.cache_tag}-torch{torch.__version__}"
     folder = f"build/{SANITIZERS.replace(',', '-')}" if SANITIZERS else objects
-
     sources = joined(folder)
 
     class Build(BuildExtension):

@@ -89,6 +89,23 @@ def test_layers_have_the_cpus_results_and_gradients(kind: str, form: str, is_pac
         assert_same(found, wanted)
 
 
+@pytest.mark.parametrize("is_packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_single_step_is_one_too(kind: str, is_packed: bool) -> None:
+    def of(device: str) -> list[torch.Tensor]:
+        net = layer(kind, bidirectional=True).to(device)
+        x = torch.linspace(-1, 1, BATCH * FEATURES, dtype=torch.float64).view(1, BATCH, FEATURES)
+        x = x.to(device).requires_grad_()
+        made, last = net(pack_padded_sequence(x, torch.ones(BATCH, dtype=torch.int64)) if is_packed else x)
+        found = flat([made.data, last])
+        grads = torch.autograd.grad(
+            sum((i + 1) * (t * t.cos()).sum() for i, t in enumerate(found)), [x, *net.parameters()]
+        )
+        return [*found, *grads]
+
+    assert_same(of("tpu"), of("cpu"))
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradients_of_gradients_too(kind: str) -> None:
     net = layer(kind)

@@ -2,7 +2,7 @@
 
 XLA rewrites a / b / c as a / (b * c), where the product overflows or vanishes although no quotient does: the gradient
 of a / b is -(a / b) / b, and would be infinite for denominators below 1e-19. A barrier between the two keeps them
-apart, and does not keep them out of one loop.
+apart.
 """
 
 from __future__ import annotations

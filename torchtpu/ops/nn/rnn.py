@@ -209,7 +209,7 @@ def _infer_layer(
 
 
 def _loop(step: Callable[[Any, Any], Any], state: Any, rows: Any, steps: int, *, reverse: bool) -> Any:
-    """`lax.scan`, but a single step, as decoders take, is no loop: XLA compiles it in a third of the time."""
+    """`lax.scan`, but a single step, as decoders take, is no loop: that would only be more for XLA to compile."""
     if steps != 1:
         return lax.scan(step, state, rows, reverse=reverse)
     state, made = step(state, jax.tree.map(lambda row: row[0], rows))
