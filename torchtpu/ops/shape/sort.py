@@ -1,4 +1,4 @@
-"""Sorted values, ranks, medians, positions in sorted sequences and histograms.
+"""Sorted values, ranks, medians, positions in sequences and histograms.
 
 NaN sorts last in ascending order, as in PyTorch.  Every sort here is stable.
 """
@@ -12,10 +12,12 @@ import torch
 from torch._prims_common import canonicalize_dim
 
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
-from torchtpu.ops.sizes import is_at_most, is_known
+from torchtpu.ops.shape.index import PROMISED
+from torchtpu.ops.sizes import is_known
 
 _MOST_BITS = 31  # of a size
-COMPARE_ALL_LIMIT = 1 << 20  # comparisons up to which counting beats a binary search of gathers
+COMPARE_ALL_LIMIT = 1 << 20  # comparisons up to which all pairs are compared
+MOST_UNROLLED = 16  # elements up to which the choices of a binary search beat its gathers
 
 
 def _infer_sort(self: torch.Tensor, *options: Any) -> Any:
@@ -152,7 +154,7 @@ def mode(x, dim=-1, keepdim=False):
     return _pick_both(values, index, jnp.expand_dims(lax.argmax(length, dim, jnp.int64), dim), dim, keepdim)
 
 
-# Positions in sorted sequences
+# Positions in sequences
 
 
 @lowering("searchsorted.Tensor", "searchsorted.Scalar")
@@ -176,32 +178,43 @@ def bucketize(x, boundaries, *, out_int32=False, right=False):
 
 
 def _positions(sequence: Any, x: Any, right: bool) -> Any:
-    """Per element of `x`, the count of elements before it in the sorted last dimension of `sequence`."""
+    """Per element of `x`, where PyTorch's binary search for it ends in the last dimension of `sequence`, which need not
+    be sorted."""
     common = _common_dtype(sequence, x)
     sequence, x, size = sequence.astype(common), jnp.asarray(x, common), sequence.shape[-1]
-    if is_at_most(size * x.size, COMPARE_ALL_LIMIT) or is_at_most(size, 16):
-        row = sequence[..., None, :] if sequence.ndim > 1 else sequence
-        return jnp.sum(_is_before(row, x[..., None], right), -1, dtype=jnp.int64)
-
-    def halve(_: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
-        low, high = bounds
-        middle = (low + high) // 2
-        at = jnp.minimum(middle, size - 1)
-        found = sequence[at] if sequence.ndim == 1 else _pick(sequence, at, -1)
-        goes_right = _is_before(found, x, right) & (low < high)
-        return jnp.where(goes_right, middle + 1, low), jnp.where(goes_right, high, middle)
-
-    bounds = jnp.zeros(x.shape, jnp.int64), jnp.zeros(x.shape, jnp.int64) + size
     if not is_known(size):
-        return lax.fori_loop(0, _MOST_BITS, halve, bounds)[0]
-    for step in range(size.bit_length()):
-        bounds = halve(step, bounds)
-    return bounds[0]
+        bounds = jnp.zeros(x.shape, jnp.int64), jnp.zeros(x.shape, jnp.int64) + size
+        return lax.fori_loop(0, _MOST_BITS, lambda _, b: _halved(sequence, x, right, *b), bounds)[0]
+    if size <= MOST_UNROLLED:
+        row = sequence if sequence.ndim == 1 else sequence[..., None, :]
+        goes_right = [_is_before(row[..., at], x, right) for at in range(size)]
+        return jnp.broadcast_to(_branch(goes_right, 0, size), x.shape).astype(jnp.int64)
+    bounds = jnp.zeros(x.shape, jnp.int32), jnp.full(x.shape, size, jnp.int32)
+    for _ in range(size.bit_length()):
+        bounds = _halved(sequence, x, right, *bounds)
+    return bounds[0].astype(jnp.int64)
+
+
+def _halved(sequence: Any, x: Any, right: bool, low: Any, high: Any) -> tuple[Any, Any]:
+    """The half of each range that the search goes on in."""
+    middle = (low + high) // 2
+    at = jnp.minimum(middle, sequence.shape[-1] - 1)
+    found = sequence.at[at].get(**PROMISED) if sequence.ndim == 1 else _pick(sequence, at, -1)
+    goes_right = _is_before(found, x, right) & (low < high)
+    return jnp.where(goes_right, middle + 1, low), jnp.where(goes_right, high, middle)
+
+
+def _branch(goes_right: list[Any], low: int, high: int) -> Any:
+    """Where a search ends that starts with this range, as choices without a gather."""
+    if low == high:
+        return jnp.int32(low)
+    middle = (low + high) // 2
+    return jnp.where(goes_right[middle], _branch(goes_right, middle + 1, high), _branch(goes_right, low, middle))
 
 
 def _is_before(element: Any, x: Any, right: bool) -> Any:
-    # a NaN is sought behind everything, and lies there
-    return ((element <= x) if right else (element < x)) | jnp.isnan(x)
+    # as in PyTorch's kernels, which go behind a NaN, whatever they seek
+    return ~((element > x) if right else (element >= x))
 
 
 def _common_dtype(sequence: Any, x: Any) -> Any:
@@ -221,7 +234,8 @@ def isin(elements, tests, *, assume_unique=False, invert=False):
         found = jnp.any(elements[..., None] == tests, -1)
     else:
         ordered = jnp.sort(tests)
-        at = jnp.minimum(_positions(ordered, elements, right=False), tests.size - 1)
+        sought = jnp.where(jnp.isnan(ordered), math.inf, ordered).astype(common)
+        at = jnp.minimum(_positions(sought, elements, right=False), tests.size - 1)
         found = ordered[at] == elements
     return ~found if invert else found
 
