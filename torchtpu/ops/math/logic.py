@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchtpu.ops.registry import as_dtype, jnp, lax, like, lowering, pointwise
+from torchtpu.ops.shape.index import filling
 
 # Comparisons happen in the dtype of the tensors: a number is rounded to bfloat16 before it is compared with one.
 
@@ -177,20 +178,29 @@ def where(condition, self, other, *, ctx):
     return jnp.where(condition != 0, as_dtype(self, dtype), as_dtype(other, dtype))
 
 
-def _infer_masked_fill(self: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
-    """Contiguous, whatever it is filled over."""
+def _refuse_fill(mask: torch.Tensor, value: Any) -> None:
     if mask.dtype != torch.bool:
         raise RuntimeError(f"masked_fill_ only supports boolean masks, but got mask with dtype {mask.dtype}")
     if isinstance(value, torch.Tensor) and value.dim():
         raise RuntimeError(
             f"masked_fill_ only supports a 0-dimensional value tensor, but got tensor with {value.dim()} dimension(s)."
         )
-    if isinstance(value, torch.Tensor) and value.is_complex() and not self.is_complex():
-        torch.zeros((), dtype=self.dtype, device="cpu").fill_(1j)  # raises
+
+
+def _infer_masked_fill(self: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    """Contiguous, whatever it is filled over."""
+    _refuse_fill(mask, value)
     return self.new_empty(torch.broadcast_tensors(self, mask)[0].shape)
 
 
+def _infer_masked_fill_(self: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    """The value may lie on the host, which PyTorch does not expect here."""
+    _refuse_fill(mask, value)
+    self.masked_fill_(mask, 0)
+    return self
+
+
 @lowering("masked_fill.Scalar", "masked_fill.Tensor", lifts=True, infer=_infer_masked_fill)
-@lowering("masked_fill_.Scalar", "masked_fill_.Tensor", lifts=True)
-def masked_fill(self, mask, value):
-    return jnp.where(mask, jnp.asarray(value).astype(self.dtype), self)
+@lowering("masked_fill_.Scalar", "masked_fill_.Tensor", lifts=True, infer=_infer_masked_fill_)
+def masked_fill(self, mask, value, *, ctx):
+    return jnp.where(mask, filling(ctx, value, self.dtype), self)

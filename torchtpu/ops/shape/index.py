@@ -118,7 +118,7 @@ def _fits(x: torch.Tensor, indices: Any, values: torch.Tensor, ones: int) -> boo
 
 @lowering("index_put", "_unsafe_index_put", infer=_infer_put)
 def index_put(x, indices, values, accumulate=False, *, ctx):
-    values, masks = _converted(ctx, values, x.dtype), [i for i in indices if _is_mask(i)]
+    values, masks = converted(ctx, values, x.dtype), [i for i in indices if _is_mask(i)]
     if not masks:
         where = [None if i is None else _wrapped_at(ctx, i, x, d) for d, i in enumerate(indices)]
     elif len(masks) == 1 and all(i is None or i is masks[0] for i in indices):
@@ -155,7 +155,7 @@ _TYPES = {
 }
 
 
-def _converted(ctx: Context, values: Any, dtype: Any) -> Any:
+def converted(ctx: Context, values: Any, dtype: Any) -> Any:
     """`values` in another dtype, after a check that it holds them, as PyTorch converts a number."""
     if dtype in (values.dtype, bool):
         return values.astype(dtype)
@@ -165,6 +165,14 @@ def _converted(ctx: Context, values: Any, dtype: Any) -> Any:
         values = values.real
     ctx.check(_holds(dtype, values), message, RuntimeError)
     return values.astype(dtype)
+
+
+def filling(ctx: Context, value: Any, dtype: Any) -> Any:
+    """A number to fill an array of this dtype with, a tensor's or a Python number."""
+    number = jnp.asarray(value)
+    # a Python number beyond these dtypes is refused by the first call alone, so that no mask has to be checked
+    is_wide = dtype in (jnp.float64, jnp.float32, jnp.bfloat16) and jnp.issubdtype(number.dtype, jnp.floating)
+    return number.astype(dtype) if is_wide and number.weak_type else converted(ctx, number, dtype)
 
 
 def _holds(dtype: Any, values: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchtpu.ops.registry import Context, jnp, lax, like, lowering, opmath
-from torchtpu.ops.shape.index import DROPPED, checked, out_of_bounds, wrapped
+from torchtpu.ops.shape.index import DROPPED, checked, filling, out_of_bounds, wrapped
 
 
 @lowering("scatter.src", "scatter.value")
@@ -140,5 +140,5 @@ def index_fill(x, dim, index, value, *, ctx):
     rows = x.reshape(1) if x.ndim == 0 else x
     dim %= rows.ndim
     index = wrapped(ctx, jnp.asarray(index).reshape(-1), rows.shape[dim], out_of_bounds(dim, rows.shape[dim]))
-    value = jnp.asarray(value).astype(x.dtype)
+    value = filling(ctx, value, x.dtype)
     return rows.at[(slice(None),) * dim + (index,)].set(value, **DROPPED).reshape(x.shape)
