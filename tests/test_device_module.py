@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -476,3 +478,34 @@ def test_beside_cuda_devices_somebody_has_to_ask_for_the_device(words: str, plat
     code = BESIDE_CUDA.replace("WORDS", words)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == (f"{is_there}\n[2.0, 2.0] 1 explain\n", "")
+
+
+def test_tensor_types_make_and_name_tensors_of_the_device() -> None:
+    tpu: Any = torch.tpu  # type: ignore[attr-defined]
+    x = tpu.FloatTensor([[1, 2], [3, 4]])
+    assert (x.type(), x.dtype, x.tolist()) == ("torch.tpu.FloatTensor", torch.float32, [[1, 2], [3, 4]])
+    assert tpu.LongTensor(3, 2).shape == (3, 2)
+    assert isinstance(x, tpu.FloatTensor)
+    assert not isinstance(x, tpu.HalfTensor)
+    assert not isinstance(x.cpu(), tpu.FloatTensor)
+    for kind in (tpu.HalfTensor, "torch.tpu.HalfTensor"):
+        y = torch.ones(2).type(kind)
+        assert (y.device.type, y.dtype) == ("tpu", torch.float16)
+    assert (tpu.HalfTensor.__name__, repr(tpu.HalfTensor)) == ("HalfTensor", "<class 'torch.tpu.HalfTensor'>")
+    assert pickle.loads(pickle.dumps(tpu.HalfTensor)) is tpu.HalfTensor
+    with pytest.raises(TypeError, match=r"expected torch.tpu.HalfTensor \(got torch.tpu.FloatTensor\)"):
+        tpu.HalfTensor(x)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_the_default_tensor_may_be_one_of_the_device(is_named: bool) -> None:
+    tpu: Any = torch.tpu  # type: ignore[attr-defined]
+    try:
+        torch.set_default_tensor_type("torch.tpu.DoubleTensor" if is_named else tpu.DoubleTensor)
+        assert torch.ones(2).type() == "torch.tpu.DoubleTensor"
+        with pytest.raises(TypeError, match="only floating-point types are supported as the default type"):
+            torch.set_default_tensor_type(tpu.LongTensor)
+    finally:
+        torch.set_default_tensor_type(torch.FloatTensor)
+    assert torch.ones(2).type() == "torch.FloatTensor"

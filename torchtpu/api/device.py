@@ -19,6 +19,7 @@ from torchtpu.api.memory import *  # noqa: F403
 from torchtpu.api.rng import *  # noqa: F403
 from torchtpu.api.rng import _get_rng_state_offset, _set_rng_state_offset, device_index, generators  # noqa: F401
 from torchtpu.api.streams import *  # noqa: F403
+from torchtpu.api.tensor_types import TYPES
 from torchtpu.runtime import _C
 
 
@@ -37,6 +38,8 @@ class DeviceProperties:
 
 
 _SUBMODULES = ("amp", "memory", "nvtx", "random")
+
+globals().update(TYPES)  # torch.tpu.FloatTensor and its like
 
 # ---- availability and start
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import DLDeviceType
 
+from torchtpu.api import tensor_types
 from torchtpu.runtime import _C
 
 _PYTHON = torch._C.DispatchKey.Python
@@ -35,12 +36,13 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def install() -> None:
-    """Teaches torch.Tensor and torch.from_dlpack about tpu tensors."""
+    """Teaches torch.Tensor, torch.from_dlpack and torch.set_default_tensor_type about tpu tensors."""
     torch.Tensor.__dlpack__ = _dlpack(torch.Tensor.__dlpack__)  # type: ignore[method-assign]
     torch.Tensor.__dlpack_device__ = _dlpack_device(torch.Tensor.__dlpack_device__)  # type: ignore[method-assign]
     from_dlpack = _from_dlpack(torch.utils.dlpack.from_dlpack)
     torch.utils.dlpack.from_dlpack = from_dlpack
     torch.from_dlpack = from_dlpack  # type: ignore[attr-defined]
+    torch.set_default_tensor_type = tensor_types.taking_tpu(torch.set_default_tensor_type)
 
 
 def _dlpack(original: Any) -> Any:

@@ -18,25 +18,15 @@ import torch
 import torch.cuda.nvtx
 from torch.utils._device import _device_constructors
 
+from torchtpu.api import tensor_types
+from torchtpu.api.tensor_types import TensorType
 from torchtpu.compat import lightning_names
 
 _device = torch.device
-_LEGACY_TYPES = {
-    "DoubleTensor": torch.float64,
-    "FloatTensor": torch.float32,
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "LongTensor": torch.int64,
-    "IntTensor": torch.int32,
-    "ShortTensor": torch.int16,
-    "CharTensor": torch.int8,
-    "ByteTensor": torch.uint8,
-    "BoolTensor": torch.bool,
-}
 _TENSOR_METHODS = ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "type")
 _MODULE_METHODS = ("to", "to_empty")
 _FUNCTIONS = (
-    (torch, ("load", "set_default_device", "get_device_module")),
+    (torch, ("load", "set_default_device", "set_default_tensor_type", "get_device_module")),
     (torch, ("get_autocast_dtype", "set_autocast_dtype", "is_autocast_enabled", "set_autocast_enabled")),
     (torch.amp, ("custom_fwd", "custom_bwd", "is_autocast_available")),
     (torch.random, ("fork_rng",)),
@@ -72,7 +62,9 @@ def install() -> Counter[str]:
     torch.Tensor.is_cuda = property(lambda self: self.device.type in ("cuda", "tpu"))  # type: ignore[assignment]
     _map_module(mapped, swap)
     lightning_names.install(mapped)
-    _map_legacy_types(mapped, swap)
+    _CountedType.mapped = mapped
+    for name, made in tensor_types.make(_CountedType, "torch.cuda").items():
+        setattr(torch.cuda, name, made)
     bindings: Any = torch._C
     bindings._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes takes it at its import; 0 is the default one
     return mapped
@@ -83,7 +75,7 @@ def _swap(mapped: Counter[str], value: Any) -> Any:
     if type(value) is str and (value == "cuda" or value.startswith("cuda:")):
         mapped[f"'{value}'"] += 1
         return "tpu" + value.removeprefix("cuda")
-    if isinstance(value, _LegacyType) or (type(value) is str and value.startswith("torch.cuda.")):
+    if isinstance(value, _CountedType) or (type(value) is str and value.startswith("torch.cuda.")):
         name = value.rpartition(".")[2] if isinstance(value, str) else value.__name__
         mapped[f"torch.cuda.{name}"] += 1
         return f"torch.tpu.{name}"
@@ -131,50 +123,15 @@ def _stand_in(kind: Any, swap: Callable[[Any], Any]) -> Any:
     return MappedClass(kind.__name__, (), {"__doc__": kind.__doc__, "__module__": "torch"})
 
 
-class _LegacyType(type):
-    """The type of torch.cuda.FloatTensor and its like, which make tensors as the constructors of old did."""
+class _CountedType(TensorType):
+    """The type of torch.cuda.FloatTensor and its like."""
 
-    dtype: torch.dtype
     is_cuda = True
     mapped: Counter[str]
 
     def __call__(cls, *args: Any) -> torch.Tensor:
         cls.mapped[f"torch.cuda.{cls.__name__}()"] += 1
-        if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            given = args[0]
-            if given.device.type != "tpu" or given.dtype != cls.dtype:
-                raise TypeError(f"expected torch.cuda.{cls.__name__} (got {given.type()})")
-            return given.detach()
-        if len(args) == 1 and not isinstance(args[0], int | torch.Size):
-            return torch.tensor(args[0], dtype=cls.dtype, device="tpu")
-        sizes = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
-        return torch.empty(sizes, dtype=cls.dtype, device="tpu")
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch.Tensor) and instance.device.type == "tpu" and instance.dtype == cls.dtype
-
-
-def _map_legacy_types(mapped: Counter[str], swap: Callable[[Any], Any]) -> None:
-    """torch.cuda.FloatTensor and its like, and torch.set_default_tensor_type with one of them."""
-    for name, dtype in _LEGACY_TYPES.items():
-        kind = _LegacyType(name, (), {"dtype": dtype, "mapped": mapped, "__module__": "torch.cuda"})
-        setattr(torch.cuda, name, kind)
-    set_type, is_default = torch.set_default_tensor_type, False
-
-    @functools.wraps(set_type)
-    def set_default_tensor_type(kind: Any, /) -> None:
-        nonlocal is_default
-        name = swap(kind)
-        is_tpu = type(name) is str and name.startswith("torch.tpu.")
-        if is_tpu:
-            torch.set_default_dtype(_LEGACY_TYPES[name.rpartition(".")[2]])
-        else:
-            set_type(kind)
-        if is_tpu or is_default:
-            torch.set_default_device("tpu" if is_tpu else None)
-        is_default = is_tpu
-
-    torch.set_default_tensor_type = set_default_tensor_type
+        return super().__call__(*args)
 
 
 def _map_module(mapped: Counter[str], swap: Callable[[Any], Any]) -> None:
