@@ -169,3 +169,15 @@ def test_a_product_that_is_added_to_integers_is_scaled_by_a_whole_number(dtype: 
     made = torch.addcmul(*[on_tpu] * 3, value=value), torch._foreach_addcmul(*[[on_tpu]] * 3, value=value)[0]
     for a, b in zip(made, expected, strict=True):
         assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("host", [torch.tensor(7), torch.tensor(7.5), torch.tensor(7, dtype=torch.int8)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float16, torch.float32])
+def test_a_number_on_the_host_is_divided_on_the_device(host: torch.Tensor, dtype: torch.dtype) -> None:
+    x = torch.tensor([2, 3, -4]).to(dtype)
+    for left, right in ((host, x), (x, host), (host, x[0])):
+        expected = left // right
+        found = left // right.to("tpu") if left is host else left.to("tpu") // right
+        assert (found.device.type, found.dtype) == ("tpu", expected.dtype)
+        assert torch.equal(found.cpu(), expected)
+    assert not torch.tpu.cpu_fallback_counts()  # type: ignore[attr-defined]

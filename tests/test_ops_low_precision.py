@@ -134,3 +134,22 @@ def test_sparse_and_quantized_tensors_are_refused_in_plain_words() -> None:
         x.to_sparse_csr()
     with pytest.raises(NotImplementedError, match="quantized tensors are not supported on tpu"):
         torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exponent", [3, -2, 0.3, 2.7, -1.1])
+def test_powers_of_half_precision_are_those_of_the_cpu_to_the_bit(exponent: float, dtype: torch.dtype) -> None:
+    x = torch.rand(1000).add(0.1).to(dtype)
+    assert torch.equal(x.to("tpu").pow(exponent).cpu(), x.pow(exponent))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logarithms_and_scales_of_half_precision_are_rounded_where_the_cpu_rounds_them(dtype: torch.dtype) -> None:
+    x, y = torch.randn(1000).to(dtype), torch.rand(1000).to(dtype)
+    for call in (
+        torch.xlogy,
+        lambda x, y: torch.xlogy(x, 2.3),
+        lambda x, y: torch.xlogy(2.3, y),
+        lambda x, y: torch.zeros_like(x).index_add(0, torch.arange(1000, device=x.device), x, alpha=0.3),
+    ):
+        torch.testing.assert_close(call(x.to("tpu"), y.to("tpu")).cpu(), call(x, y), rtol=0, atol=0)

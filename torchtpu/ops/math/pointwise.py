@@ -13,7 +13,18 @@ from torch._prims_common import get_computation_dtype
 
 from torchtpu.ops.math import complex_functions
 from torchtpu.ops.math.complex_functions import is_complex
-from torchtpu.ops.registry import Context, as_dtype, jnp, lax, like, lowering, opmath, pointwise, without_kernels
+from torchtpu.ops.registry import (
+    Context,
+    as_dtype,
+    jnp,
+    lax,
+    like,
+    lowering,
+    opmath,
+    pointwise,
+    torch_dtype,
+    without_kernels,
+)
 
 EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1, -2)  # torch computes these without pow
 
@@ -215,7 +226,15 @@ def _trunc_divide(self, other):
     return jnp.trunc(rounded(_divide(x, y))).astype(dtype)
 
 
-@lowering("floor_divide", "floor_divide.Scalar", "floor_divide_.Tensor", lifts=True)
+def _infer_floor_divide(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """As the remainder, of which PyTorch expects that a number may lie on the host."""
+    if torch.result_type(self, other) is torch.bool:
+        raise NotImplementedError("\"div_floor\" not implemented for 'Bool'")
+    return torch.remainder(self, other)
+
+
+@lowering("floor_divide", lifts=True, infer=_infer_floor_divide)
+@lowering("floor_divide.Scalar", "floor_divide_.Tensor", lifts=True)
 def floor_divide(self, other):
     x, y, dtype, rounded = _of_steps(self, other)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -245,6 +264,9 @@ def pow_scalar(self, exponent, ctx):
     if not any(jnp.issubdtype(jnp.result_type(v), jnp.complexfloating) for v in (self, exponent)):
         dtype = dtype.to_real()  # an out= argument of real numbers' powers may be complex
     x = as_dtype(self, dtype)
+    # PyTorch's kernels round the exponent to the dtype, and products of bfloat16 each time
+    is_half = opmath(self).dtype != self.dtype and not is_complex(x)
+    factor = self if is_half and self.dtype == jnp.bfloat16 else x
     if isinstance(exponent, (int, float, complex)) and exponent in EXPONENTS:
         match exponent:
             case 0:
@@ -254,7 +276,7 @@ def pow_scalar(self, exponent, ctx):
             case 2:
                 return x * x
             case 3:
-                return x * x * x
+                return factor * factor * factor
             case 0.5:
                 return complex_functions.sqrt(x) if is_complex(x) else jnp.sqrt(x)
             case -0.5:
@@ -262,8 +284,9 @@ def pow_scalar(self, exponent, ctx):
             case -1:
                 return complex_functions.reciprocal(x) if is_complex(x) else 1 / x
             case _:
-                return complex_functions.reciprocal(x * x) if is_complex(x) else 1 / (x * x)
-    return _power(x, as_dtype(exponent, dtype))
+                square = as_dtype(factor * factor, dtype)
+                return complex_functions.reciprocal(square) if is_complex(x) else 1 / square
+    return _power(x, as_dtype(as_dtype(exponent, torch_dtype(self.dtype)) if is_half else exponent, dtype))
 
 
 @pointwise("pow.Tensor_Tensor")
@@ -345,9 +368,10 @@ def logaddexp2(self, other):
     return jnp.logaddexp2(self, other)
 
 
-@pointwise("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other", promote="int_to_float")
-def xlogy(self, other):
-    return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * jnp.log(other)))
+@pointwise("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other", promote="int_to_float", rounds_numbers=True)
+def xlogy(self, other, ctx):
+    logarithm = as_dtype(as_dtype(jnp.log(other), ctx.results[0][1]), torch_dtype(other.dtype))
+    return jnp.where(jnp.isnan(other), jnp.nan, jnp.where(self == 0, 0, self * logarithm))
 
 
 def _infer_heaviside(self: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

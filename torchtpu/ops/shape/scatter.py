@@ -88,7 +88,8 @@ def _identity(how: str, dtype: Any) -> Any:
 
 @lowering("index_add", structural={"alpha": (1,)})
 def index_add(x, dim, index, source, *, alpha=1, ctx):
-    source = source if isinstance(alpha, int) and alpha == 1 else (opmath(source) * alpha).astype(source.dtype)
+    if not isinstance(alpha, int) or alpha != 1:  # a number of the dtype
+        source = (opmath(source) * opmath(jnp.asarray(alpha).astype(source.dtype))).astype(source.dtype)
     if x.ndim < 2:
         return _into_slices(ctx, "sum", x, dim, index, source, "index out of range in self")
     return _into_slices(ctx, "sum", x, dim, index, source, out_of_bounds(dim % x.ndim, x.shape[dim]), RuntimeError)
