@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,9 @@ REFUSED: dict[str, Callable[[str], Any]] = {
         *torch.linalg.lu_factor(torch.eye(3, device=on)), *ones(on, (3, 2)), out=into(on, torch.double, 3, 2)
     ),
     "histc of booleans": lambda on: torch.histc(ones(on, (2,))[0].bool(), 4),
+    "histc up to infinity": lambda on: torch.histc(ones(on, (2,))[0], 4, 0, math.inf),
+    "floor_divide of booleans": lambda on: torch.floor_divide(*[t.bool() for t in ones(on, (2,), (2,))]),
+    "floor_divide of a boolean on the host": lambda on: torch.tensor(True) // ones(on, (2,))[0].bool(),
     "histc of complex numbers": lambda on: torch.histc(ones(on, (2,))[0].cfloat(), 4, 0, 2),
     "normal with a complex deviation": lambda on: torch.normal(ones(on, (2,))[0], ones(on, (2,))[0].cfloat()),
     "slogdet of what is not square": lambda on: torch.slogdet(ones(on, (2, 3))[0]),

@@ -256,6 +256,8 @@ def scalar_isin(element, tests, *, assume_unique=False, invert=False):
 def _infer_histc(x: torch.Tensor, *options: Any) -> torch.Tensor:
     if x.dtype == torch.bool or x.is_complex():
         raise NotImplementedError(f'"histogram" not implemented for {x.dtype}')
+    if not all(map(math.isfinite, options[1:])):
+        raise RuntimeError("torch.histc: range of the histogram is not finite")
     return torch.ops.aten.histc(x, *options)
 
 
