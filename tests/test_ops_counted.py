@@ -209,7 +209,7 @@ def test_a_number_of_another_dtype_is_converted_for_a_mask(dtype: torch.dtype, v
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8, torch.int8, torch.bool])
 @pytest.mark.parametrize("value", [3.7, -200, 300, 1e20, 70000.0, float("inf"), float("nan"), 3 + 0j, 3 + 1j, True])
 @pytest.mark.parametrize("name", ["masked_fill", "masked_fill_", "index_fill", "index_fill_"])
-def test_a_number_that_fills_a_tensor_of_another_dtype_has_to_fit(name: str, dtype: torch.dtype, value: complex) -> None:
+def test_a_number_that_fills_another_dtype_has_to_fit(name: str, dtype: torch.dtype, value: complex) -> None:
     def made(device: str, number: Any) -> str:
         x = torch.zeros(4, dtype=dtype, device=device)
         where = (of(device, True, False, True, False),) if "mask" in name else (0, of(device, 0, 2))
