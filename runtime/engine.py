@@ -41,7 +41,7 @@ from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
 from .lowering.fragments import Fragments
 from .padding.arrays import Copies, download
-from .padding.layout import Layouts, Outline, PaddedProgram
+from .padding.layout import Layouts, Outline, PaddedForm, PaddedProgram
 from .partition.clusters import Clusters
 from .partition.pieces import Piece
 from .spmd.builder import SpmdBuilder
@@ -244,8 +244,9 @@ class Engine:
                 if pieces:
                     clusters = functools.partial(self._clusters, program)
                     yield "pieces", functools.partial(self._begin, program, clusters, device, pieces, padded)
-                with self.counters.bailouts.attempt("note of sizes", program.line):
-                    self.plans.note_samples(padded.samples)
+                if device not in padded.form.making:  # else whoever began that has noted them
+                    with self.counters.bailouts.attempt("note of sizes", program.line):
+                        self.plans.note_samples(padded.samples)
             yield "padding", functools.partial(self._with_padding, padded, device)
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
@@ -298,19 +299,32 @@ class Engine:
 
     def _with_padding(self, padded: PaddedProgram, device: int) -> Future[Any]:
         """What runs a padded program."""
-        program, made = padded.program, Future[Any]()
-        known = self._known(padded, device)
+        made, known = Future[Any](), self._known(padded, device)
         if known is not None:
             made.set_result(self._builder.padded(padded, known))
             return made
 
         def tell(ready: Future[Any]) -> None:
             with failing(made.set_exception):
-                executable = self._padded[program, device] = ready.result()
-                made.set_result(self._builder.padded(padded, executable))
+                made.set_result(self._builder.padded(padded, ready.result()))
 
-        self._form(program, self._clusters(program), device).add_done_callback(tell)
+        self._in_making(padded.form, device).add_done_callback(tell)
         return made
+
+    def _in_making(self, form: PaddedForm, device: int) -> Future[Any]:
+        """What is to run a padded form, which other sizes may wait for already."""
+        ready = form.making.get(device)
+        if ready is not None:
+            return ready
+        ready = form.making[device] = self._form(form.program, self._clusters(form.program), device)
+
+        def landed(ready: Future[Any]) -> None:
+            if not ready.cancelled() and ready.exception() is None:
+                self._padded[form.program, device] = ready.result()
+            form.making.pop(device, None)
+
+        ready.add_done_callback(landed)
+        return ready
 
     def _known(self, padded: PaddedProgram, device: int) -> Any:
         """What runs a padded program, if something did lately."""

@@ -25,8 +25,9 @@ import math
 import operator
 import re
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -425,9 +426,10 @@ def _is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 class _Fit:
     """Guesses what the slots of several programs are, from a column each: what it is in each of the programs."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Program], columns: Iterable[tuple[int, ...]]) -> None:
         self.variables: dict[str, tuple[int, ...]] = {}
         self._programs = programs
+        self._counts = Counter(columns)
         self._known: dict[tuple[int, ...], Leaf] = {}
 
     def of(self, column: tuple[int, ...], *, is_input: bool) -> Leaf:
@@ -446,8 +448,13 @@ class _Fit:
         if len(self.variables) == MOST_VARIABLES:
             raise Refused("too many sizes change")
         name = "abcdefgh"[len(self.variables)]
-        self.variables[name] = column
-        return Size(((1, ((name, 0),)),))
+        # Most that is made of `x[:, :-1]` is as long as that, and not as `x`.
+        nearest = sorted(range(1 - _MOST_CHANCE, _MOST_CHANCE), key=abs)
+        longer = {by: tuple([v + by for v in column]) for by in nearest if by == 0 or min(column) + by >= _LEAST_SIZE}
+        by = max(longer, key=lambda by: self._counts[longer[by]])
+        self.variables[name] = longer[by]
+        size = self._known[longer[by]] = Size(((1, ((name, 0),)),))
+        return size if by == 0 else size._replace(constant=-by)
 
     def _fit(self, column: tuple[int, ...], *, is_input: bool) -> Size | None:
         is_sure = len(set(column)) >= _FEWEST_SURE
@@ -553,7 +560,7 @@ class PaddedForm:
     """What padded programs of the same capacities have in common: `program` with the run-time ints `numbers`, the
     inputs that are longer, and the outputs, these with what makes them: an op and which of its results, or -1 and an
     input. It was made for the program `first`. `executables` is for what runs it, by device, while something holds
-    that.
+    that, `making` for what will, while it is made.
     """
 
     def __init__(
@@ -567,6 +574,7 @@ class PaddedForm:
         self.program = program
         self._first = first
         self.executables: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.making: dict[int, Future[Any]] = {}
         self._numbers = numbers
         self._inputs = inputs
         self._outputs = outputs
@@ -606,9 +614,10 @@ class Template:
         self.samples = tuple(samples.values())
         if len({_shapes(program) for program in self.samples}) < 2:
             raise Refused("numbers change, and no size")
-        fit = _Fit(self.samples)
+        columns = list(zip(*samples, strict=True))
+        fit = _Fit(self.samples, columns)
         inputs = sum(map(len, shared.inputs))
-        self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(zip(*samples, strict=True))]
+        self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(columns)]
         if not fit.variables:
             raise Refused("no size changes")
         if _FEW_VARIABLES < len(fit.variables) >= len(samples):
