@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +19,14 @@ from script import run_script
 from torch import Tensor
 from torch.nn import functional as F
 
+import torchtpu
 from torchtpu import config, metrics, startup
 from torchtpu.runtime.ir.calls import operator_of
+from torchtpu.runtime.ir.program import Program
 from torchtpu.runtime.lowering.templates import Templates
 from torchtpu.runtime.padding import arrays, ask, evaluate
 from torchtpu.runtime.padding.ask import Quotient
-from torchtpu.runtime.padding.layout import Size, padded_capacity
+from torchtpu.runtime.padding.layout import PaddedForm, Size, padded_capacity
 
 pytestmark = pytest.mark.usefixtures("in_one_tier")
 
@@ -43,6 +48,19 @@ def same_on_both(loop: Callable[[str], list[Tensor]], **tolerances: float) -> tu
     for e, f in zip(expected, found, strict=True):
         torch.testing.assert_close(f, e, **(tolerances or {"rtol": 2e-5, "atol": 2e-6}))
     return counted("programs_compiled") - compiled, counted("regions_padded") - grown
+
+
+@contextlib.contextmanager
+def padded_forms() -> Iterator[list[PaddedForm]]:
+    """The form of each region that is padded in the block."""
+    forms: list[PaddedForm] = []
+    engine = startup.engine()
+    made = engine._builder.padded
+    engine._builder.padded = lambda padded, executable: forms.append(padded.form) or made(padded, executable)
+    try:
+        yield forms
+    finally:
+        del engine._builder.padded
 
 
 # ---- one op that sees what grows
@@ -473,7 +491,6 @@ def test_what_is_no_quotient_is_none(size: Callable[[int], int]) -> None:
 
 def test_rows_of_two_sizes_taken_together_are_their_product() -> None:
     """What a backward reads of (rows, columns, 8) as (rows * columns, 8) is no third size that changes."""
-    forms = []
 
     def loop(device: str) -> list[Tensor]:
         rng, weight = random.Random(5), torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(device)
@@ -486,16 +503,54 @@ def test_rows_of_two_sizes_taken_together_are_their_product() -> None:
             found.append((both * flat.unflatten(0, (rows, columns))).cpu())
         return found
 
-    engine = startup.engine()
-    made = engine._builder.padded
-    engine._builder.padded = lambda padded, executable: forms.append(padded.form) or made(padded, executable)
-    try:
+    with padded_forms() as forms:
         same_on_both(loop, rtol=1e-5, atol=1e-5)
-    finally:
-        del engine._builder.padded
     inputs = {base.shape for form in forms for base in form.program.inputs}
     assert (32 * 32, 8) in inputs
     assert all(rows in (8, 32 * 32) for rows, *rest in inputs if rest == [8])
+
+
+@pytest.mark.parametrize("shift", [-1, 1, -3], ids=["shorter", "longer", "shorter by three"])
+def test_the_variable_is_as_long_as_most_arrays_are(shift: int) -> None:
+    """What a model of language makes of `x[:, :-1]`, and what a step of generation makes of a cache and a token more,
+    are computed by the programs of other loops."""
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (9, 12, 10, 15, 11, 30):
+            x = torch.arange(8.0 * n).view(8, n).to(device)
+            y = x[:, :shift] if shift < 0 else torch.cat([x, x[:, :shift]], 1)
+            found.append((y.sin().exp() * 2 + y).cumsum(1).cpu())
+        return found
+
+    with padded_forms() as forms:
+        same_on_both(loop, rtol=1e-5, atol=1e-5)
+    assert forms
+    ops = [op for form in forms for op in form.program.ops if op.name in {"sin", "exp", "cumsum"}]
+    assert {extent.sizes for op in ops for extent in (*op.padding.reads, *op.padding.made)} == {(8, "a")}
+
+
+def test_sizes_that_come_while_their_form_is_made_wait_for_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, may_compile, made, noted = startup.engine(), threading.Event(), [], []
+    form, compile_, note = engine._form, engine.client.compile, engine.plans.note_samples
+    padded = counted("regions_padded")
+
+    def counted_form(program: Program, *rest: Any) -> Any:
+        made.append(any(op.padding is not None for op in program.ops))
+        return form(program, *rest)
+
+    monkeypatch.setattr(engine, "_form", counted_form)
+    monkeypatch.setattr(engine.plans, "note_samples", lambda samples: noted.append(samples) or note(samples))
+    monkeypatch.setattr(engine.client, "compile", lambda *given: may_compile.wait(60) and compile_(*given))
+    reads = [torchtpu.async_read(torch.ones(n, 5, device="tpu").cosh().atan().sum()) for n in range(40, 60)]
+    for _ in range(600):
+        if counted("regions_padded") - padded >= 10:
+            break
+        time.sleep(0.1)
+    may_compile.set()
+    sums = torch.stack([read.result() for read in reads])
+    torch.testing.assert_close(sums, torch.arange(40.0, 60) * 5 * torch.ones(()).cosh().atan())
+    assert (made.count(True), len(noted)) == (1, 1)
 
 
 def test_a_product_of_less_than_a_size_is_written_without_parentheses() -> None:
