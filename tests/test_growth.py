@@ -530,6 +530,21 @@ def test_the_variable_is_as_long_as_most_arrays_are(shift: int) -> None:
     assert {extent.sizes for op in ops for extent in (*op.padding.reads, *op.padding.made)} == {(8, "a")}
 
 
+def test_a_size_that_follows_from_another_is_no_variable_besides() -> None:
+    """What takes two values does not tell whether it follows from another size; what its neighbour is, is known."""
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n, m in ((6, 5), (7, 9), (6, 12), (7, 30), (6, 9), (7, 14)):
+            x = torch.linspace(0, 1, n * m, dtype=torch.float64).view(m, n).to(device)
+            y = torch.cat([x, torch.ones(m, 14, dtype=torch.float64).to(device)], 1).sqrt().cumsum(1)
+            steps = torch.cat([y[:, 1:] - y[:, :-1], torch.full_like(y[:, :1], 3.0)], 1)
+            found.append((y * steps).cumsum(1).sin().cpu())
+        return found
+
+    assert same_on_both(loop, rtol=1e-12, atol=1e-12)[1] >= 3
+
+
 def test_sizes_that_come_while_their_form_is_made_wait_for_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, may_compile, made, noted = startup.engine(), threading.Event(), [], []
     form, compile_, note = engine._form, engine.client.compile, engine.plans.note_samples

@@ -451,7 +451,7 @@ class _Fit:
         # Most that is made of `x[:, :-1]` is as long as that, and not as `x`.
         nearest = sorted(range(1 - _MOST_CHANCE, _MOST_CHANCE), key=abs)
         longer = {by: tuple([v + by for v in column]) for by in nearest if by == 0 or min(column) + by >= _LEAST_SIZE}
-        by = max(longer, key=lambda by: self._counts[longer[by]])
+        by = max((by for by in longer if longer[by] not in self._known), key=lambda by: self._counts[longer[by]])
         self.variables[name] = longer[by]
         size = self._known[longer[by]] = Size(((1, ((name, 0),)),))
         return size if by == 0 else size._replace(constant=-by)
@@ -708,6 +708,7 @@ class Template:
             raise Refused("sizes of other capacities")
         maker = _Maker(program, self._sized, lambda name: self._bound(name, values))
         made = maker.make()
+        _check_arrays(made.program)
         self._bounded = tuple(maker.bounds)
         return self._programs.setdefault(tuple(maker.bounds.values()), made)
 
@@ -856,6 +857,15 @@ def _views_of(value: Any) -> Iterator[_View]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _views_of(item)
+
+
+def _check_arrays(program: Program) -> None:
+    """Raises Refused where an op takes an array as of another length than it is made with: whatever is guessed of
+    sizes, it is guessed alike for both."""
+    arrays = bases_of(program)
+    for op in program.ops:
+        if any(o.value is not None and o.base != arrays[o.value] for o in operands(op)):
+            raise Refused(f"{op.name} of an array that is of two lengths")
 
 
 def _is_bucket(size: int) -> bool:
