@@ -688,6 +688,8 @@ def growing() -> Iterator[Callable[[int], Any]]:
     for lead in ((A,), (1,), (A, B), (1, B)):
         yield lambda n, lead=lead: _with_cache(some(*lead, n, C), some(*lead, 1, C))
         yield lambda n, lead=lead: _with_cache(some(*lead, n, C), some(*lead, 1, C), F.scaled_dot_product_attention)
+    for shape in ((A, -1), (-1, A)):
+        yield from _growing_models(shape)
     yield lambda n: torch.arange(n, device="tpu")
     yield lambda n: torch.full((n, n), True, device="tpu").tril()
     yield lambda n: torch.zeros(n, B, device="tpu") + torch.ones(n, device="tpu")[:, None]
@@ -770,16 +772,7 @@ def growing_together() -> Iterator[Callable[..., Any]]:
     yield from _growing_images()
     for shape in ((-1, -2, C), (-2, -1, C)):
         yield from _growing_layers_together(shape)
-    for is_first in (True, False):
-        yield from (functools.partial(_self_attention, is_first, PART, size) for size in (4, 8, *HEADS))
-        for heads, size in itertools.product((2, 4, 8), (4, 8, 16, 32, 64)):
-            if heads * size < min(CHANGING):  # else it would be taken for a capacity
-                yield functools.partial(_self_attention, is_first, heads, size)
-    for size in (4, 8, *HEADS):
-        for is_causal, is_masked in ((False, False), (True, False), (False, True)):
-            yield functools.partial(_heads, size, is_causal, is_masked)
-    for is_first, norm_first, activation in ((True, False, F.relu), (True, True, F.gelu), (False, False, F.relu)):
-        yield functools.partial(_encoder, is_first, norm_first, activation)
+    yield from _growing_attention()
     for dtype in (torch.int64, torch.bool, torch.float32):
         yield lambda n, m, *_, t=dtype: (
             some(n, m, dtype=t) == 0,
@@ -851,6 +844,33 @@ def _growing_elementwise_together(shape: tuple[int, ...]) -> Iterator[Callable[.
         yield lambda *n: _of(shape, n).masked_fill(_of(shape[:2], n, torch.bool).unsqueeze(-1), 0.0)
 
 
+def _growing_attention() -> Iterator[Callable[..., Any]]:
+    shape = (-1, -2)
+    for is_first in (True, False):
+        yield from (functools.partial(_self_attention, shape, is_first, PART, size) for size in (4, 8, *HEADS))
+        for heads, size in itertools.product((2, 4, 8), (4, 8, 16, 32, 64)):
+            if heads * size < min(CHANGING):  # else it would be taken for a capacity
+                yield functools.partial(_self_attention, shape, is_first, heads, size)
+    for size in (4, 8, *HEADS):
+        for is_causal, is_masked in ((False, False), (True, False), (False, True)):
+            yield functools.partial(_heads, shape, size, is_causal, is_masked)
+    for is_first, norm_first, activation in ((True, False, F.relu), (True, True, F.gelu), (False, False, F.relu)):
+        yield functools.partial(_encoder, shape, is_first, norm_first, activation)
+
+
+def _growing_models(shape: tuple[int, int]) -> Iterator[Callable[..., Any]]:
+    """Models of sequences, of which either the number or the length changes."""
+    for heads, size in ((4, 8), (PART, 32)):
+        yield functools.partial(_self_attention, shape, True, heads, size)
+        yield from (functools.partial(_layer_of_heads, shape, heads, size, permuted) for permuted in (False, True))
+    for size, is_causal in itertools.product((16, 32, 64), (False, True)):
+        yield functools.partial(_heads, shape, size, is_causal, False)
+    yield functools.partial(_encoder, shape, True, False, F.relu)
+    yield functools.partial(_language, shape)
+    if shape[1] < 0:
+        yield functools.partial(_shortened, shape)
+
+
 def _growing_layers_together(shape: tuple[int, ...]) -> Iterator[Callable[..., Any]]:
     def of(n: tuple[int, ...]) -> torch.Tensor:
         return _of(shape, n)
@@ -877,34 +897,82 @@ def _growing_layers_together(shape: tuple[int, ...]) -> Iterator[Callable[..., A
     )
 
 
-def _self_attention(is_first: bool, heads: int, size: int, *n: int) -> Any:
+def _self_attention(shape: tuple[int, int], is_first: bool, heads: int, size: int, *n: int) -> Any:
     layer = torch.nn.MultiheadAttention(heads * size, heads, dropout=0.1, batch_first=is_first).to("tpu")
-    x = _of((-1, -2, heads * size) if is_first else (-2, -1, heads * size), n)
+    x = _of((*(shape if is_first else shape[::-1]), heads * size), n)
     return [
         trained(lambda x, m=mask: layer(x, x, x, key_padding_mask=m, need_weights=False)[0].square().sum(), x)
-        for mask in (None, _of((-1, -2), n, torch.int64) == 0)
+        for mask in (None, _of(shape, n, torch.int64) == 0)
     ]
 
 
-def _heads(size: int, is_causal: bool, is_masked: bool, *n: int) -> Any:
+def _heads(shape: tuple[int, int], size: int, is_causal: bool, is_masked: bool, *n: int) -> Any:
     """Attention as small models have it, between two layers."""
 
     def attended(x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.view(*part.shape[:2], PART, size).transpose(1, 2) for part in x.chunk(3, -1))
-        mask = (_of((-1, -2), n) != 0)[:, None, None] if is_masked else None
+        mask = (_of(shape, n) != 0)[:, None, None] if is_masked else None
         made = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
         return made.transpose(1, 2).flatten(2).square().sum()
 
-    return trained(attended, _of((-1, -2, 3 * PART * size), n))
+    return trained(attended, _of((*shape, 3 * PART * size), n))
 
 
-def _encoder(is_first: bool, norm_first: bool, activation: Any, *n: int) -> Any:
+def _layer_of_heads(shape: tuple[int, int], heads: int, size: int, is_permuted: bool, *n: int) -> Any:
+    """The same with its layers, and a mask of its own."""
+    wide = heads * size
+
+    def attended(x: torch.Tensor, enter: torch.Tensor, leave: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        made = F.linear(x, enter, more[0])
+        if is_permuted:
+            q, k, v = made.view(*x.shape[:2], 3, heads, size).permute(2, 0, 3, 1, 4)
+        else:
+            q, k, v = (part.view(*x.shape[:2], heads, size).transpose(1, 2) for part in made.split(wide, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device="tpu").tril()
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        made = F.linear(made.transpose(1, 2).reshape(x.shape), leave, more[1])
+        by_hand = ((q @ k.mT) * 0.5).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+        return (x + made).square().sum() + by_hand.transpose(1, 2).reshape(x.shape).square().sum()
+
+    weights = some(3 * wide, wide), some(wide, wide), some(3 * wide), some(wide)
+    return trained(attended, _of((*shape, wide), n), *weights)
+
+
+def _language(shape: tuple[int, int], *n: int) -> Any:
+    """What is around the layers of a language model, whose labels are its inputs, one place on."""
+    ids = _of(shape, n, torch.int64)
+
+    def loss(made: Callable[[torch.Tensor], torch.Tensor], wanted: torch.Tensor) -> Any:
+        def of(w: torch.Tensor, v: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+            entered = F.embedding(ids, w)
+            placed = entered + F.embedding(torch.arange(ids.shape[1], device="tpu"), v)
+            left = made(F.linear(placed, u))
+            return F.cross_entropy(left.flatten(0, 1), wanted.flatten())
+
+        return trained(of, some(D, B), some(E * D, B), some(E, B))
+
+    return (
+        loss(lambda x: x, ids),
+        loss(lambda x: x[:, :-1], ids[:, 1:]),
+        F.cross_entropy(_of((*shape, E), n).view(-1, E), ids.reshape(-1), ignore_index=-1),
+    )
+
+
+def _shortened(shape: tuple[int, int], *n: int) -> Any:
+    """What is taken of inputs that are a place longer."""
+    ids = _of(shape, [size + 1 for size in n], torch.int64)
+    taken = ids[:, :-1]
+    entered = trained(lambda w: F.embedding(taken, w).square().sum(), some(D, B))
+    return entered, F.cross_entropy(_of((*shape, E), n).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _encoder(shape: tuple[int, int], is_first: bool, norm_first: bool, activation: Any, *n: int) -> Any:
     wide = PART * B
     layer = torch.nn.TransformerEncoderLayer(
         wide, PART, C, batch_first=is_first, norm_first=norm_first, activation=activation
     ).to("tpu")
-    x = _of((-1, -2, wide) if is_first else (-2, -1, wide), n)
-    return trained(lambda x: layer(x, src_key_padding_mask=_of((-1, -2), n, torch.int64) == 0).square().sum(), x)
+    x = _of((*(shape if is_first else shape[::-1]), wide), n)
+    return trained(lambda x: layer(x, src_key_padding_mask=_of(shape, n, torch.int64) == 0).square().sum(), x)
 
 
 def _at_mask(tail: tuple[int, ...], dtype: torch.dtype, n: int, m: int, count: int) -> Any:
