@@ -67,3 +67,9 @@ def test_numbers_are_found_among_many_that_are_no_numbers() -> None:
     for last in (1.0, math.inf):
         among = torch.cat([torch.arange(2000.0), torch.full((2000,), math.nan), torch.tensor([last])])
         assert torch.equal(torch.isin(x.to("tpu"), among.to("tpu")).cpu(), torch.isin(x, among))
+
+
+def test_isin_tells_integers_apart_that_no_float_does() -> None:
+    x = torch.randint(1 << 62, (2000,), generator=torch.Generator().manual_seed(0))
+    among = torch.cat([x[::3], x[1::3] + 1, x])[: len(x)]
+    assert torch.equal(torch.isin(x.to("tpu"), among.to("tpu")).cpu(), torch.isin(x, among))

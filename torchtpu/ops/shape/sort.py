@@ -234,7 +234,8 @@ def isin(elements, tests, *, assume_unique=False, invert=False):
         found = jnp.any(elements[..., None] == tests, -1)
     else:
         ordered = jnp.sort(tests)
-        sought = jnp.where(jnp.isnan(ordered), math.inf, ordered).astype(common)
+        is_float = jnp.issubdtype(common, jnp.floating)
+        sought = jnp.where(jnp.isnan(ordered), jnp.asarray(math.inf, common), ordered) if is_float else ordered
         at = jnp.minimum(_positions(sought, elements, right=False), tests.size - 1)
         found = ordered[at] == elements
     return ~found if invert else found
