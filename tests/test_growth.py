@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -566,6 +567,36 @@ def test_sizes_that_come_while_their_form_is_made_wait_for_that_one(monkeypatch:
     sums = torch.stack([read.result() for read in reads])
     torch.testing.assert_close(sums, torch.arange(40.0, 60) * 5 * torch.ones(()).cosh().atan())
     assert (made.count(True), len(noted)) == (1, 1)
+
+
+@pytest.mark.bailouts("padding")
+def test_a_form_that_fails_fails_none_of_the_sizes_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = startup.engine(), list[Future[Any]]()
+    form, padded, failed = engine._form, counted("regions_padded"), metrics.snapshot()["bailouts"]
+
+    def failing_form(program: Program, *rest: Any) -> Any:
+        if all(op.padding is None for op in program.ops):
+            return form(program, *rest)
+        made.append(Future())
+        return made[-1]
+
+    monkeypatch.setattr(engine, "_form", failing_form)
+    reads = [torchtpu.async_read(torch.ones(n, 5, device="tpu").sinh().atan().sum()) for n in range(40, 46)]
+    for _ in range(600):
+        if counted("regions_padded") - padded >= 4:
+            break
+        time.sleep(0.1)
+    monkeypatch.undo()
+    (waiting,) = made
+    waiting.set_exception(RuntimeError("no such form"))
+    expected = torch.ones(()).sinh().atan() * 5
+    torch.testing.assert_close(torch.stack([read.result() for read in reads]), torch.arange(40.0, 46) * expected)
+    what = "padding: RuntimeError"
+    assert metrics.snapshot()["bailouts"][what] - failed.get(what, 0) == 4
+    compiled = counted("programs_compiled")
+    for n in (47, 51):
+        torch.testing.assert_close(torch.ones(n, 5, device="tpu").sinh().atan().sum().cpu(), n * expected)
+    assert counted("programs_compiled") == compiled + 1
 
 
 def test_a_product_of_less_than_a_size_is_written_without_parentheses() -> None:
