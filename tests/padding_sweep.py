@@ -144,7 +144,11 @@ class _Sample:
                     if turn == 0:
                         raise Refused(f"the lowering compares sizes: {', '.join(symbols.unequal())}")
                     continue
-                self._compare(made, self._call(size, length), leaves, length)
+                exact = self._call(size, length)
+                self._compare(made, exact, leaves, length)
+                if self._entry.elementwise and _are_alike(shapes, wanted, variable):
+                    whole, passed = jax.jit(self._call(size, ROOM).program)(*longer)
+                    self._compare([a for a in whole if a is not None] + passed, exact, leaves, length)
 
     def _compare(self, made: Sequence[Any], exact: lowering_check.Call, leaves: list[Any], length: int) -> None:
         import jax
@@ -165,6 +169,16 @@ class _Sample:
                 shown = ", ".join(lowering_check._show(v) for v in self._given[0])
                 lines = " ".join(str(error).split())[:300]
                 raise _WrongError(f"{where}({shown}) of length {length}: {lines}") from None
+
+
+def _are_alike(shapes: Sequence[tuple[Any, ...]], made: Sequence[Any], variable: Any) -> bool:
+    """Whether all results have one shape, to which all arguments are broadcast."""
+    results = {tuple("a" if n is variable else n for n in sizes) for sizes in made if sizes is not None}
+    if len(results) != 1:
+        return False
+    (result,) = results
+    ends = [(shape, result[len(result) - len(shape) :]) for shape in shapes if len(shape) <= len(result)]
+    return len(ends) == len(shapes) and all(n in (1, m) for shape, end in ends for n, m in zip(shape, end, strict=True))
 
 
 def _sizes_of(value: Any, size: int, variable: Any) -> tuple[Any, ...] | None:

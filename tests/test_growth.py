@@ -546,6 +546,71 @@ def test_a_size_that_follows_from_another_is_no_variable_besides() -> None:
     assert same_on_both(loop, rtol=1e-12, atol=1e-12)[1] >= 3
 
 
+def test_what_is_behind_a_stride_is_a_size_of_its_own() -> None:
+    """What a second layer is given need not be known as half of what the first one is."""
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (40, 52, 45, 60, 38, 63, 41):
+            x = torch.arange(6.0 * n).view(2, 3, n).sin().to(device)
+            once = F.max_pool1d(x, 2).cumsum(2)
+            found.append(F.max_pool1d(once, 3, 2, 1).cumsum(2).sum(1).cpu())
+        return found
+
+    with padded_forms() as forms:
+        same_on_both(loop, rtol=1e-5, atol=1e-5)
+    assert forms
+    ops = [op for form in forms for op in form.program.ops if op.name in {"cumsum", "max_pool2d_with_indices"}]
+    made = {(op.name, extent.sizes) for op in ops for extent in op.padding.made}
+    assert made == {
+        ("cumsum", (2, 3, "a")),
+        ("max_pool2d_with_indices", (2, 3, 1, "floordiv(a, 2)")),
+        ("max_pool2d_with_indices", (2, 3, 1, "floordiv(a + 1, 2)")),
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_size_in_terms_of_another_is_the_same(seed: int) -> None:
+    dice, found = random.Random(seed), 0
+    for _ in range(2000):
+        one, other = (
+            Size(
+                ((dice.choice((1, 1, 2, -1)), (("x", dice.randint(-1, 1)),)),),
+                dice.randint(-6, 6),
+                dice.choice((1, 1, 2, 3, 4, 6)),
+                dice.randint(-3, 3),
+            )
+            for _ in range(2)
+        )
+        of_other = one.in_terms_of(other)
+        if of_other is not None:
+            found += 1
+            for x in range(40):
+                assert one.value({"x": x}) == of_other.value({"": other.value({"x": x})})
+    assert found > 50
+
+
+def test_ops_on_elements_know_nothing_of_what_counts() -> None:
+    """They are lowered as where the arrays are just so long; what takes a part of an array is not."""
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (9, 12, 10, 15, 11, 30):
+            x = torch.linspace(0.1, 1, n * 5).view(n, 5).to(device)
+            found.append(((x * torch.ones(5).to(device) + 1).sqrt() + x.t().contiguous().t() + x.cumsum(0)).cpu())
+        return found
+
+    with padded_forms() as forms:
+        same_on_both(loop)
+    ops = [op for form in forms for op in form.program.ops if op.padding is not None]
+    asked = startup.engine().fragments.describe(ops, "off")
+    names = {(op.name, " padding " in text) for op, (text, _) in zip(ops, asked, strict=True)}
+    assert names >= {("mul.Tensor", False), ("sqrt", False), ("cumsum", True)}, names
+    assert ("sqrt", True) not in names
+    watched = startup.engine().fragments.describe(ops, "nan")
+    assert all(" padding " in text for text, _ in watched), "what does not count may be NaN"
+
+
 def test_sizes_that_come_while_their_form_is_made_wait_for_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, may_compile, made, noted = startup.engine(), threading.Event(), [], []
     form, compile_, note = engine._form, engine.client.compile, engine.plans.note_samples

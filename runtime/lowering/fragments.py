@@ -27,6 +27,7 @@ from torchtpu.runtime.ir.calls import (
 )
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
 from torchtpu.runtime.ir.program import Op, Program
+from torchtpu.runtime.padding.whole import on_all_elements
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
@@ -101,13 +102,19 @@ class Fragments:
         line."""
         suffix = "" if watched == "off" else f" {watched}"
         found = []
-        for op in ops:
+        for op in (self._traced(op, watched) for op in ops):
             try:
                 arguments, arrays = parameters(op)
                 found.append((f"{op.name}({arguments})->({describe_results(op)}) {op.settings}{suffix}", arrays))
             except TypeError as error:  # an element type that XLA does not have
                 raise explained(op, error) from error
         return found
+
+    def _traced(self, op: Op, watched: str) -> Op:
+        """An op as its lowering is asked for it. Where no element depends on another place, padding has no part in it:
+        but what does not count may well be NaN."""
+        is_without = op.padding is not None and watched == "off" and self._entry(op).elementwise
+        return on_all_elements(op) if is_without else op
 
     def sources(self, ops: Iterable[Op]) -> str | None:
         """The lowerings that ops use, with their fingerprints; None where one may not be kept on disk."""
@@ -129,7 +136,7 @@ class Fragments:
         for (key, _), op in zip(described, ops, strict=True):
             known = self._find(key)
             if known is None:
-                missing[key] = op
+                missing[key] = self._traced(op, watched)
             else:
                 made[key] = known
         if missing:

@@ -95,7 +95,7 @@ class Tracer:
         with self._client.tracing():
             symbols.trace(trace.function("op"), [_struct(p) for p in trace.parameters])
         self._count(1)
-        if trace.needs_sizes:
+        if trace.num_unknown:
             raise ValueError(f"{entry.name} has another form where sizes are known")
         return symbols.unequal()
 
@@ -146,9 +146,9 @@ class _Trace:
         _, self.parameters = parameters(op)
 
     @property
-    def needs_sizes(self) -> bool:
-        """Whether the lowering, once traced, has another form where sizes are known."""
-        return bool(self._context.needs_sizes)
+    def num_unknown(self) -> int:
+        """Where the lowering, once traced, has another form than where sizes are known: in how many places."""
+        return int(self._context.num_unknown)
 
     def _sizes_of_results(self) -> tuple[tuple[tuple[Any, ...], torch.dtype], ...]:
         """What the lowering is to return."""

@@ -11,7 +11,6 @@ A primitive without a rule, or a case that its rule does not know, raises `Refus
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import sys
 import threading
@@ -23,7 +22,7 @@ import numpy as np
 from torchtpu.runtime.device.jax_modules import core, export, jax, jnp, lax, prng, shape_poly, shape_poly_decision
 from torchtpu.runtime.ir.program import PaddedExtent
 
-from .layout import Bound, Refused, is_zero, marked
+from .layout import Bound, Refused, is_zero, marked, values_of
 
 _MOST_COMPARED = 100_000  # values of variables for which two sizes are compared
 _MOST_ELEMENTS = 2**31 - 1  # places are counted in i32
@@ -234,15 +233,13 @@ class Symbols:
         """Whether two sizes are equal whatever the variables are."""
         if core.definitely_equal(one, other):
             return True
-        names = sorted({*_variables(one), *_variables(other)})
-        if math.prod(1 + self._bounds[n].most - self._bounds[n].least for n in names) > _MOST_COMPARED:
-            return False
+        difference = one - other
+        names = sorted(_variables(difference))
         ranges = [range(self._bounds[n].least, self._bounds[n].most + 1) for n in names]
-        return all(
-            _evaluated(one, dict(zip(names, values, strict=True)))
-            == _evaluated(other, dict(zip(names, values, strict=True)))
-            for values in itertools.product(*ranges)
-        )
+        if math.prod(map(len, ranges)) > _MOST_COMPARED:
+            return False
+        values = dict(zip(names, np.meshgrid(*(np.asarray(r, np.int64) for r in ranges), sparse=True), strict=True))
+        return not np.any(values_of(str(difference), values))
 
 
 def _variables(dim: Any) -> set[str]:

@@ -32,6 +32,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
+
 from torchtpu.runtime.ir.calls import results_of, schema_of, written
 from torchtpu.runtime.ir.program import (
     Base,
@@ -124,23 +127,25 @@ class Size(NamedTuple):
         wanted = (least - self.after) * self.divisor - self.constant
         return name, (-(-wanted // factor) if factor > 0 else wanted // factor) - offset, factor > 0
 
-    def capacity(self, bound: Callable[[str], Bound]) -> int:
-        """How long a dimension of this size is in memory: what `evaluate.Sizes.capacity` says of the same size."""
+    def bound(self, bound: Callable[[str], Bound]) -> Bound:
+        """What it may be, and how long a dimension of this size is in memory: what `evaluate.Sizes.capacity` says of
+        the same size."""
         bounds = {name: bound(name) for name in sorted(self.variables)}
-        most = self.constant
+        least = most = self.constant
         for factor, names in self.terms:
             ends = ([bounds[n].least + offset, bounds[n].most + offset] for n, offset in names)
             products = [factor * math.prod(chosen) for chosen in itertools.product(*ends)]
-            most += max(products)
-        most = most // self.divisor + self.after
+            least, most = least + min(products), most + max(products)
+        least, most = (end // self.divisor + self.after for end in (least, most))
+        capacity = most
         if all(factor > 0 and all(offset >= 0 for _, offset in names) for factor, names in self._products()):
             capacities = {name: bound.capacity for name, bound in bounds.items()}
             constant = self.constant if self.divisor == 1 else 0
             constant += sum(f * math.prod(offset for _, offset in names) for f, names in self.terms) * (
                 self.divisor == 1
             )
-            most = max(most, self.value(capacities) - self.after - constant)
-        return most
+            capacity = max(most, self.value(capacities) - self.after - constant)
+        return Bound(least, most, capacity)
 
     def _products(self) -> Iterator[tuple[int, tuple[tuple[str, int], ...]]]:
         """The terms; those of one variable alone may have any offset, which is a constant."""
@@ -166,15 +171,45 @@ class Size(NamedTuple):
             text = f"floordiv({text}, {self.divisor})"
         return f"{text} + {self.after}" if self.after else text
 
+    def in_terms_of(self, root: Size) -> Size | None:
+        """What it is of the root, which has the name "" then; None where it does not follow from it alone."""
+        itself = ((1, (("", 0),)),)
+        if self == root:
+            return Size(itself)
+        (one, constant), (other, of_root) = self._of_one(), root._of_one()
+        if one is None or one != other or self.divisor % root.divisor:
+            return None
+        behind, rest = divmod(constant - of_root, root.divisor)
+        if rest:
+            return None
+        divisor = self.divisor // root.divisor
+        return Size(itself, behind % divisor, divisor, behind // divisor) if divisor != 1 else Size(itself, behind)
+
+    def _of_one(self) -> tuple[tuple[int, str] | None, int]:
+        """A factor, its variable, and a constant, of which it is the sum divided by its divisor, if it is that."""
+        if len(self.terms) != 1 or len(self.terms[0][1]) != 1:
+            return None, 0
+        ((factor, ((name, offset),)),) = self.terms
+        return (factor, name), factor * offset + self.constant + self.divisor * self.after
+
     @property
     def variables(self) -> set[str]:
         return {name for _, names in self.terms for name, _ in names}
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it is a variable, and nothing else."""
+        return self.is_plain and len(self.terms[0][1]) == 1
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a product of variables, and nothing else."""
         only = [factor == 1 and not any(offset for _, offset in names) for factor, names in self.terms]
         return only == [True] and (self.constant, self.divisor, self.after) == (0, 1, 0)
+
+
+def _variable(name: str) -> Size:
+    return Size(((1, ((name, 0),)),))
 
 
 # The padded ops of a program, each with the expressions that are not 0 where it is right; raises what lowering raises.
@@ -453,7 +488,7 @@ class _Fit:
         longer = {by: tuple([v + by for v in column]) for by in nearest if by == 0 or min(column) + by >= _LEAST_SIZE}
         by = max((by for by in longer if longer[by] not in self._known), key=lambda by: self._counts[longer[by]])
         self.variables[name] = longer[by]
-        size = self._known[longer[by]] = Size(((1, ((name, 0),)),))
+        size = self._known[longer[by]] = _variable(name)
         return size if by == 0 else size._replace(constant=-by)
 
     def _fit(self, column: tuple[int, ...], *, is_input: bool) -> Size | None:
@@ -624,7 +659,7 @@ class Template:
             raise Refused("more sizes change than programs tell")
         if all(_is_bucket(value) for values in fit.variables.values() for value in values):
             raise Refused("sizes that are buckets already")
-        self._homes = {name: self._slots.index(Size(((1, ((name, 0),)),))) for name in fit.variables}
+        self._homes = {name: self._slots.index(_variable(name)) for name in fit.variables}
         places: dict[Leaf, list[int]] = {}
         for place, leaf in enumerate(self._slots):
             places.setdefault(leaf if isinstance(leaf, Size) else None, []).append(place)
@@ -737,7 +772,7 @@ class Template:
         if bounds not in self._largest:
             assert self._bounded is not None
             find = dict(zip(self._bounded, bounds, strict=True)).__getitem__
-            sizes = ([s.capacity(find) if isinstance(s, Size) else s for s in shape] for shape in self._shapes)
+            sizes = ([s.bound(find).capacity if isinstance(s, Size) else s for s in shape] for shape in self._shapes)
             self._largest[bounds] = max(map(math.prod, sizes), default=1)
         return self._largest[bounds]
 
@@ -1090,6 +1125,11 @@ def with_sizes(message: str, place: int, work: Any) -> str:
 
 def value_of(expression: str, values: Mapping[str, int]) -> int:
     """What an expression of sizes, as jax writes it, is; Refused where it is none."""
+    return int(_value(_parsed(expression), values))
+
+
+def values_of(expression: str, values: Mapping[str, npt.NDArray[np.int64]]) -> Any:
+    """The same for many values of its variables at once: int64, of the variables' common shape, or one number."""
     return _value(_parsed(expression), values)
 
 
@@ -1098,15 +1138,15 @@ def _parsed(expression: str) -> ast.expr:
     return ast.parse(expression.replace("^", "**"), mode="eval").body
 
 
-_OPERATORS: Mapping[type[ast.AST], Callable[..., int]] = {
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow, ast.USub: operator.neg,
 }  # fmt: skip
-_FUNCTIONS: Mapping[str, Callable[..., int]] = {
-    "floordiv": operator.floordiv, "mod": operator.mod, "max": max, "min": min,
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "floordiv": operator.floordiv, "mod": operator.mod, "max": np.maximum, "min": np.minimum,
 }  # fmt: skip
 
 
-def _value(node: ast.expr, values: Mapping[str, int]) -> int:
+def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.Name) and node.id in values:
@@ -1160,22 +1200,20 @@ class _Maker:
         targets = [written(op, write).value for write in op.writes]
         if len(set(targets)) < len(targets):
             raise Refused(f"{op.name} writes twice into one array")
-        made = _PaddedOp(self)
-        kinds = [str(argument.type) for argument in schema_of(op.name).arguments]
-        args = tuple(
-            made.argument(given, outlined, is_number=i < len(kinds) and kinds[i] in _NUMBERS)
-            for i, (given, outlined) in enumerate(zip(op.args, call.args, strict=True))
-        )
         views = {id(m): view for m, view in zip(results_of(op), call.made, strict=True)}
-        parts = tuple(made.part(view) if _is_longer(view) else None for view in call.made)
+        made = _PaddedOp(self, {})
+        args, parts = made.of(op, call)
+        own = _own_variables(made.sizes, self.bound)
+        if own:
+            made = _PaddedOp(self, own)
+            args, parts = made.of(op, call)
         results = tuple(self._result(result, views) for result in op.results)
         writes = tuple(self._write(write, views[id(write)]) for write in op.writes)
         if not any(made.reads) and not any(parts) and not made.names:
             return replace(op, args=args, results=results, writes=writes)
-        found = map(self.bound, made.names)
+        found = [size.bound(self.bound) for size in made.names]
         bounds = tuple((bound.least, bound.most, bound.capacity) for bound in found)
-        counts = tuple(self.number(Size(((1, ((name, 0),)),))) for name in made.names)
-        padding = Padding(counts, bounds, tuple(made.reads), parts)
+        padding = Padding(tuple(map(self.number, made.names)), bounds, tuple(made.reads), parts)
         return replace(op, args=args, results=results, writes=writes, padding=padding)
 
     def _result(self, result: Any, views: Mapping[int, _View]) -> Any:
@@ -1224,16 +1262,52 @@ class _Maker:
 
     def shape(self, dims: Sequence[Leaf]) -> tuple[int, ...]:
         """How long dimensions are in memory."""
-        return tuple(dim.capacity(self.bound) if isinstance(dim, Size) else dim for dim in dims)
+        return tuple(dim.bound(self.bound).capacity if isinstance(dim, Size) else dim for dim in dims)
+
+
+def _own_variables(sizes: Iterable[Size], bound: Callable[[str], Bound]) -> dict[Size, tuple[Size, Size]]:
+    """Of the sizes of one op those that need not be known as what they are in the program, as the half of another one
+    that the op does not have: each with a size that is a variable of the op, and what it is of that."""
+    found: dict[Size, tuple[Size, Size]] = {}
+    for group in _related(sizes):
+        if not any(size.is_variable for size in group):
+            for root in group:
+                own = [size.in_terms_of(root) for size in group]
+                if None not in own and root.bound(bound).least >= _LEAST_SIZE:
+                    found |= {size: (root, of_root) for size, of_root in zip(group, own, strict=True) if of_root}
+                    break
+    return found
+
+
+def _related(sizes: Iterable[Size]) -> list[list[Size]]:
+    """Groups of sizes that have no variable in common."""
+    groups: list[list[Size]] = []
+    for size in sizes:
+        apart = [group for group in groups if all(size.variables.isdisjoint(other.variables) for other in group)]
+        joined = [other for group in groups if group not in apart for other in group]
+        groups = [*apart, [*joined, size]]
+    return groups
 
 
 class _PaddedOp:
-    """One op on longer arrays: its variables have names of their own, in the order in which they appear."""
+    """One op on longer arrays. Its variables are sizes of the program, which have names of their own, in the order in
+    which they appear: those of the program, but for the sizes in `own` (see `_own_variables`)."""
 
-    def __init__(self, maker: _Maker) -> None:
-        self.names: dict[str, str] = {}
+    def __init__(self, maker: _Maker, own: Mapping[Size, tuple[Size, Size]]) -> None:
+        self.names: dict[Size, str] = {}
+        self.sizes: dict[Size, None] = {}
         self.reads: list[PaddedExtent | None] = []
         self._maker = maker
+        self._own = own
+
+    def of(self, op: Op, call: _PaddedCall) -> tuple[tuple[Any, ...], tuple[PaddedExtent | None, ...]]:
+        """The op's arguments, and the parts that it makes of its arrays."""
+        kinds = [str(argument.type) for argument in schema_of(op.name).arguments]
+        args = tuple(
+            self.argument(given, outlined, is_number=i < len(kinds) and kinds[i] in _NUMBERS)
+            for i, (given, outlined) in enumerate(zip(op.args, call.args, strict=True))
+        )
+        return args, tuple(self.part(view) if _is_longer(view) else None for view in call.made)
 
     def argument(self, given: Any, outlined: Any, *, is_number: bool) -> Any:
         """An argument of the op on longer arrays; notes what it reads of them."""
@@ -1268,7 +1342,14 @@ class _PaddedOp:
         if not isinstance(leaf, Size):
             assert isinstance(leaf, int)
             return leaf
-        return leaf.text(lambda name: self.names.setdefault(name, "abcdefgh"[len(self.names)]))
+        self.sizes[leaf] = None
+        if leaf in self._own:
+            root, of_root = self._own[leaf]
+            return of_root.text(lambda _: self._name(root))
+        return leaf.text(lambda name: self._name(_variable(name)))
+
+    def _name(self, size: Size) -> str:
+        return self.names.setdefault(size, "abcdefgh"[len(self.names)])
 
     def _texts(self, leaves: Sequence[Leaf]) -> tuple[int | str, ...]:
         return tuple(map(self.text, leaves))

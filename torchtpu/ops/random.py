@@ -299,7 +299,7 @@ def native_dropout(input, p, train, *, generator):
     return jnp.where(mask, kept * jnp.asarray(1.0 / keep, kept.dtype), jnp.zeros_like(kept)), mask
 
 
-@lowering("native_dropout_backward", lifts=True)
+@lowering("native_dropout_backward", lifts=True, elementwise=True)
 def native_dropout_backward(grad_output, mask, scale):
     grad = opmath(grad_output)
     grad = grad if jnp.issubdtype(grad.dtype, jnp.inexact) else grad.astype(jnp.float32)

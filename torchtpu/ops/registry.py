@@ -29,8 +29,8 @@ class Context:
 
     `results` lists (shape, dtype) of each array the lowering has to return, flattened: the unaliased returns in schema
     order, then the written arguments.  The engine casts to these dtypes, so a lowering need not.  `precision` is None
-    unless the op is registered as one that multiplies. `needs_sizes` says whether the lowering has another form where
-    sizes are known.
+    unless the op is registered as one that multiplies. `num_unknown` counts where the lowering has another form than
+    where sizes are known.
     """
 
     op: str
@@ -38,7 +38,7 @@ class Context:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     precision: str | None = None
     checks: list[tuple[Any, str, type[Exception]]] = field(default_factory=list)
-    needs_sizes: bool = False
+    num_unknown: int = 0
 
     @contextlib.contextmanager
     def assumes(self, default_dtype: torch.dtype) -> Iterator[None]:
@@ -68,7 +68,7 @@ _assumed = _Assumed()
 def note_unknown() -> None:
     """The lowering that is being traced would have another form if it knew a size."""
     if _assumed.context is not None:
-        _assumed.context.needs_sizes = True
+        _assumed.context.num_unknown += 1
 
 
 Row = tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool]
@@ -89,6 +89,8 @@ class Lowering:
     multiplies: the result depends on `torch.set_float32_matmul_precision`, which the lowering finds in `ctx.precision`.
     maps: the op goes through lists in step: element i of a result depends on element i of each list, and on what is no
         list.
+    elementwise: each element of a result depends on those at its place in the arguments, broadcast, and nothing else
+        does on any.
     repeats: called again with the same arguments, the op is computed again, and not before its turn.
     write: makes the lines of StableHLO that the function is traced into, without jax, for an op of an array or a list
         of them: of the shape and element type of each, those of the result, and the other arguments; None where it
@@ -106,6 +108,7 @@ class Lowering:
     ints: tuple[str, ...] = ()
     multiplies: bool = False
     maps: bool = False
+    elementwise: bool = False
     repeats: bool = False
     write: Callable[..., list[str] | None] | None = None
 
@@ -174,7 +177,9 @@ def composed(*names: str) -> Register:
     return register
 
 
-def pointwise(*names: str, promote: str = "default", rounds_numbers: bool = False, **facts: Any) -> Register:
+def pointwise(
+    *names: str, promote: str = "default", rounds_numbers: bool = False, elementwise: bool = True, **facts: Any
+) -> Register:
     """Registers an elementwise lowering; its tensors and numbers arrive promoted as PyTorch promotes them.
 
     `promote` names a `torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND` ("default", "int_to_float", "always_bool",
@@ -202,7 +207,7 @@ def pointwise(*names: str, promote: str = "default", rounds_numbers: bool = Fals
             narrow = lambda v: as_dtype(v, result) if v.dtype == jax_dtype(compute) else v
             return tuple(map(narrow, made)) if isinstance(made, (list, tuple)) else narrow(made)
 
-        lowering(*names, lifts=True, **facts)(rounded)
+        lowering(*names, lifts=True, elementwise=elementwise, **facts)(rounded)
         return promoted
 
     return register

@@ -42,42 +42,42 @@ def ge(self, other):
     return self >= other
 
 
-@lowering("isnan")
+@lowering("isnan", elementwise=True)
 def isnan(self):
     return jnp.isnan(self)
 
 
-@lowering("isinf")
+@lowering("isinf", elementwise=True)
 def isinf(self):
     return jnp.isinf(self)
 
 
-@lowering("isposinf")
+@lowering("isposinf", elementwise=True)
 def isposinf(self):
     return self == jnp.inf if jnp.issubdtype(self.dtype, jnp.floating) else jnp.zeros(self.shape, bool)
 
 
-@lowering("isneginf")
+@lowering("isneginf", elementwise=True)
 def isneginf(self):
     return self == -jnp.inf if jnp.issubdtype(self.dtype, jnp.floating) else jnp.zeros(self.shape, bool)
 
 
-@lowering("logical_not")
+@lowering("logical_not", elementwise=True)
 def logical_not(self):
     return self == 0
 
 
-@lowering("logical_and")
+@lowering("logical_and", elementwise=True)
 def logical_and(self, other):
     return (self != 0) & (other != 0)
 
 
-@lowering("logical_or")
+@lowering("logical_or", elementwise=True)
 def logical_or(self, other):
     return (self != 0) | (other != 0)
 
 
-@lowering("logical_xor")
+@lowering("logical_xor", elementwise=True)
 def logical_xor(self, other):
     return (self != 0) ^ (other != 0)
 
@@ -158,7 +158,7 @@ def clamp(self, min=None, max=None):
     return self if max is None else jnp.minimum(self, max)
 
 
-@lowering("nan_to_num", lifts=True, infer=like)
+@lowering("nan_to_num", lifts=True, infer=like, elementwise=True)
 def nan_to_num(self, nan=None, posinf=None, neginf=None):
     if jnp.issubdtype(self.dtype, jnp.complexfloating):
         return lax.complex(nan_to_num(self.real, nan, posinf, neginf), nan_to_num(self.imag, nan, posinf, neginf))
@@ -172,7 +172,7 @@ def nan_to_num(self, nan=None, posinf=None, neginf=None):
     )
 
 
-@lowering("where.self", lifts=True)
+@lowering("where.self", lifts=True, elementwise=True)
 def where(condition, self, other, *, ctx):
     dtype = ctx.results[0][1]
     return jnp.where(condition != 0, as_dtype(self, dtype), as_dtype(other, dtype))
@@ -200,7 +200,7 @@ def _infer_masked_fill_(self: torch.Tensor, mask: torch.Tensor, value: Any) -> t
     return self
 
 
-@lowering("masked_fill.Scalar", "masked_fill.Tensor", lifts=True, infer=_infer_masked_fill)
-@lowering("masked_fill_.Scalar", "masked_fill_.Tensor", lifts=True, infer=_infer_masked_fill_)
+@lowering("masked_fill.Scalar", "masked_fill.Tensor", lifts=True, infer=_infer_masked_fill, elementwise=True)
+@lowering("masked_fill_.Scalar", "masked_fill_.Tensor", lifts=True, infer=_infer_masked_fill_, elementwise=True)
 def masked_fill(self, mask, value, *, ctx):
     return jnp.where(mask, filling(ctx, value, self.dtype), self)

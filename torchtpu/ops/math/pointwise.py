@@ -108,7 +108,7 @@ def _divide(x: Any, y: Any) -> Any:
     return x / y if is_complex(x) else x / jnp.where(jnp.isnan(x), x, y)
 
 
-@lowering("round.decimals")
+@lowering("round.decimals", elementwise=True)
 def round_decimals(self, *, decimals, ctx):
     if not jnp.issubdtype(self.dtype, jnp.floating):
         return self
@@ -138,7 +138,7 @@ def sign(self):
     return (self > 0).astype(self.dtype) - (self < 0).astype(self.dtype)
 
 
-@lowering("signbit")
+@lowering("signbit", elementwise=True)
 def signbit(self):
     return jnp.signbit(self) if jnp.issubdtype(self.dtype, jnp.floating) else self < 0
 
@@ -181,7 +181,7 @@ def div(self, other):
     return _divide(self, other)
 
 
-@lowering("div.Tensor_mode", "div.Scalar_mode", lifts=True)
+@lowering("div.Tensor_mode", "div.Scalar_mode", lifts=True, elementwise=True)
 def div_mode(self, other, *, rounding_mode=None):
     if rounding_mode is not None:
         return {"trunc": _trunc_divide, "floor": floor_divide}[rounding_mode](self, other)
@@ -233,8 +233,8 @@ def _infer_floor_divide(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor
     return torch.remainder(self, other)
 
 
-@lowering("floor_divide", lifts=True, infer=_infer_floor_divide)
-@lowering("floor_divide.Scalar", "floor_divide_.Tensor", lifts=True)
+@lowering("floor_divide", lifts=True, infer=_infer_floor_divide, elementwise=True)
+@lowering("floor_divide.Scalar", "floor_divide_.Tensor", lifts=True, elementwise=True)
 def floor_divide(self, other):
     x, y, dtype, rounded = _of_steps(self, other)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -258,7 +258,7 @@ def remainder(self, other):
     return jnp.remainder(self, other)
 
 
-@lowering("pow.Tensor_Scalar", structural={"exponent": EXPONENTS}, lifts=True)
+@lowering("pow.Tensor_Scalar", structural={"exponent": EXPONENTS}, lifts=True, elementwise=True)
 def pow_scalar(self, exponent, ctx):
     dtype = computed(ctx)
     if not any(jnp.issubdtype(jnp.result_type(v), jnp.complexfloating) for v in (self, exponent)):
@@ -326,7 +326,7 @@ def _added_product(self, tensor1, tensor2, value):
     return self + value * tensor1 * tensor2
 
 
-@lowering("addcmul", lifts=True)
+@lowering("addcmul", lifts=True, elementwise=True)
 def addcmul(self, tensor1, tensor2, value=1):
     if all(jnp.issubdtype(each.dtype, jnp.integer) for each in (self, tensor1, tensor2)):
         value = jnp.asarray(value).astype(jnp.result_type(self, tensor1, tensor2))  # as C++ converts the number
@@ -421,14 +421,14 @@ def frexp(self):
     return jnp.frexp(self)
 
 
-@lowering("logit", structural={"eps": None})
+@lowering("logit", structural={"eps": None}, elementwise=True)
 def logit(self, eps=None, *, ctx):
     x = as_dtype(self, computed(ctx).to_real())
     x = x if eps is None else jnp.clip(x, eps, 1 - eps)
     return jnp.log(x / (1 - x))
 
 
-@lowering("logit_backward", structural={"eps": None})
+@lowering("logit_backward", structural={"eps": None}, elementwise=True)
 def logit_backward(grad_output, self, eps=None, *, ctx):
     grad, x = (as_dtype(v, computed(ctx)) for v in (grad_output, self))
     low, high, outside = (0.0, 1.0, jnp.nan) if eps is None else (eps, 1 - eps, 0.0)
@@ -454,7 +454,7 @@ def polar(abs, angle):
     return lax.complex(*jnp.broadcast_arrays(abs * jnp.cos(angle), abs * jnp.sin(angle)))
 
 
-@lowering("_conj_physical", infer=like)
+@lowering("_conj_physical", infer=like, elementwise=True)
 @lowering("conj_physical.out", "conj_physical_")
 def conj_physical(self):
     return jnp.conj(self) if jnp.issubdtype(self.dtype, jnp.complexfloating) else self

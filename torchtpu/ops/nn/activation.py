@@ -29,7 +29,7 @@ def _in_own_dtype(x, *numbers):
     return x, *(jnp.asarray(number).astype(x.dtype) for number in numbers)
 
 
-@lowering("threshold", lifts=True)
+@lowering("threshold", lifts=True, elementwise=True)
 def threshold(self, threshold, value):
     self, threshold, value = _in_own_dtype(self, threshold, value)
     return jnp.where(self <= threshold, value, self)
@@ -91,7 +91,7 @@ def softplus_backward(grad_output, self, beta, threshold):
     return jnp.where(scaled > threshold, grad_output, grad_output * lax.logistic(scaled))
 
 
-@lowering("hardtanh", infer=like, lifts=True)
+@lowering("hardtanh", infer=like, lifts=True, elementwise=True)
 def hardtanh(self, min_val=-1, max_val=1):
     self, min_val, max_val = _in_own_dtype(self, min_val, max_val)
     return jnp.minimum(jnp.maximum(self, min_val), max_val)

@@ -12,17 +12,17 @@ import torch
 from torchtpu.ops.registry import composed, jax_dtype, jnp, lax, lowering
 
 
-@lowering("fill.Scalar", "fill.Tensor", lifts=True)
+@lowering("fill.Scalar", "fill.Tensor", lifts=True, elementwise=True)
 def fill(self, value):
     return jnp.broadcast_to(jnp.asarray(value).astype(self.dtype), self.shape)
 
 
-@lowering("zero")
+@lowering("zero", elementwise=True)
 def zero(self):
     return jnp.zeros_like(self)
 
 
-@lowering("copy")
+@lowering("copy", elementwise=True)
 def copy(self, src, non_blocking=False, *, ctx):
     return jnp.broadcast_to(src, ctx.results[0][0])
 

@@ -10,7 +10,10 @@ from torchtpu.ops.registry import jnp, lax, pointwise
 
 def _polynomial(name: str, value: Callable[[Any, Any], Any]) -> None:
     names = [f"special_{name}", f"special_{name}.n_scalar", f"special_{name}.x_scalar"]
-    pointwise(*names, promote="int_to_float")(lambda x, n: value(*jnp.broadcast_arrays(x, _degree(n))))
+    # The degrees of all decide how long the loop runs.
+    pointwise(*names, promote="int_to_float", elementwise=False)(
+        lambda x, n: value(*jnp.broadcast_arrays(x, _degree(n)))
+    )
 
 
 def _degree(n: Any) -> Any:

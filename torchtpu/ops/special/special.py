@@ -90,7 +90,9 @@ def polygamma(n, self):
     return (-1) ** (n + 1) * math.factorial(n) * _zeta(jnp.full_like(x, n + 1), x)
 
 
-@pointwise("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar", promote="int_to_float")
+@pointwise(
+    "special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar", promote="int_to_float", elementwise=False
+)
 def special_zeta(self, other):
     return _zeta(*jnp.broadcast_arrays(self, other))
 
@@ -113,12 +115,12 @@ def _zeta(x: Any, q: Any) -> Any:
     return jnp.where(x < 1, jnp.nan, jnp.where(x == 1, jnp.inf, value))
 
 
-@pointwise("igamma", promote="int_to_float")
+@pointwise("igamma", promote="int_to_float", elementwise=False)
 def igamma(self, other):
     return _incomplete_gamma(lax.igamma, self, other, 1)
 
 
-@pointwise("igammac", promote="int_to_float")
+@pointwise("igammac", promote="int_to_float", elementwise=False)
 def igammac(self, other):
     return _incomplete_gamma(lax.igammac, self, other, 0)
 
