@@ -48,11 +48,13 @@ from torchtpu.runtime import _C
 from torchtpu.runtime.ir.calls import LoweringEntry, describe_results, parameters, results_of
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, PaddedExtent, Program, Symbolic
+from torchtpu.runtime.ir.values import operands
 from torchtpu.runtime.lowering import learned_templates, templates, tracing
 from torchtpu.runtime.lowering.templates import FragmentTemplate
 from torchtpu.runtime.lowering.written import written_fragment
-from torchtpu.runtime.padding.evaluate import Symbols
-from torchtpu.runtime.padding.layout import Layouts, Outline
+from torchtpu.runtime.padding.evaluate import Sizes, Symbols
+from torchtpu.runtime.padding.layout import Bound, Layouts, Outline, value_of
+from torchtpu.runtime.padding.whole import on_all_elements
 from torchtpu.runtime.partition import pieces
 
 FOLDER = Path(ops.__path__[0], "templates")
@@ -89,6 +91,12 @@ PADDED = (
 )  # fmt: skip
 # For what has too many elements with the first of these.
 SMALL = (22, 26, 34, 38, 46, 58, 62, 74), ((87, 2, 0), (93, 17, 0), (107, 2, 0))
+# Kernel, stride and padding.
+WINDOWS = (
+    (1, 1, 0), (3, 1, 1), (3, 2, 1), (3, 1, 0), (5, 1, 2), (2, 2, 0), (4, 2, 1), (7, 2, 3), (5, 1, 0), (5, 2, 2),
+    (7, 1, 3), (3, 2, 0), (4, 4, 0), (8, 4, 2), (9, 1, 4), (10, 5, 0), (11, 4, 5),
+)  # fmt: skip
+POOLS = (2, 2, 0), (3, 2, 1), (3, 3, 0), (4, 4, 0)
 SHAPES = (1,), (0, 3), (5, 0), (2, 2), (4, 1), (2, 1, 3), (1, 7, 3, 2), (3, 2, 2, 2, 5), (100003,)
 SYMBOLIC = ("a",), ("a", "b", "c"), (1, "a"), ("a", 1), ("a", 1, "b")
 
@@ -612,7 +620,7 @@ def programs_of(call: Callable[[], Any]) -> list[Program]:
 
 
 def padded_ops(first: int = 0, step: int = 1) -> list[Op]:
-    """What a part of `growing` records, padded as a whole and in pieces, an op of each pattern."""
+    """What a part of `growing` records, padded as a whole and in pieces, an op of each pattern that is looked for."""
     found: dict[str, Op] = {}
     divider = pieces.Divider(startup.engine().fragments)
     calls = itertools.chain(((call, 1) for call in growing()), ((call, len(MORE)) for call in growing_together()))
@@ -634,10 +642,18 @@ def padded_ops(first: int = 0, step: int = 1) -> list[Op]:
                 padded = layouts.pad(program, others[seen[shared] :][:1], lambda _: [])
                 seen[shared] += 1
                 for op in padded.program.ops:
-                    capacities = [capacity for _, _, capacity in op.padding.bounds] if op.padding is not None else []
-                    if len(capacities) == 1 or (capacities and CHANGING.keys() >= {*capacities}):
-                        found.setdefault(pattern_of(op)[0], op)
+                    if op.padding is not None:
+                        asked, capacities = asked_for(op), [capacity for _, _, capacity in op.padding.bounds]
+                        are_known = CHANGING.keys() >= {*capacities}
+                        if asked.padding is None or are_known or len({*capacities}) == len(capacities) <= len(CHANGING):
+                            found.setdefault(pattern_of(asked)[0], asked)
     return list(found.values())
+
+
+def asked_for(op: Op) -> Op:
+    """The op whose fragment is looked for where this one has padding."""
+    is_elementwise = any(startup.lowerings().entry(op.name, platform).elementwise for platform in PLATFORMS)
+    return on_all_elements(op) if is_elementwise else op
 
 
 def growing() -> Iterator[Callable[[int], Any]]:
@@ -690,6 +706,7 @@ def growing() -> Iterator[Callable[[int], Any]]:
         yield lambda n, lead=lead: _with_cache(some(*lead, n, C), some(*lead, 1, C), F.scaled_dot_product_attention)
     for shape in ((A, -1), (-1, A)):
         yield from _growing_models(shape)
+    yield from _growing_signals()
     yield lambda n: torch.arange(n, device="tpu")
     yield lambda n: torch.full((n, n), True, device="tpu").tril()
     yield lambda n: torch.zeros(n, B, device="tpu") + torch.ones(n, device="tpu")[:, None]
@@ -795,9 +812,71 @@ def _of(shape: tuple[int, ...], sizes: Sequence[int], dtype: torch.dtype = torch
     return some(*(size if size > 0 else sizes[-1 - size] for size in shape), dtype=dtype)
 
 
+def _growing_signals() -> Iterator[Callable[[int], Any]]:
+    for channels, (kernel, stride, padding) in itertools.product((B, 1), WINDOWS):
+        for weights in ((some(E, channels, kernel), some(E)), (some(E, channels, kernel),)):
+            yield lambda n, c=channels, w=weights, s=stride, p=padding: (
+                trained(lambda *w: F.conv1d(some(A, c, n), *w, s, p).square().sum(), *w),
+                trained(lambda x, *w: F.conv1d(x, *w, s, p).square().sum(), some(A, c, n), *w),
+            )
+    for kernel, stride, padding in POOLS:
+        for pool in (F.max_pool1d, F.avg_pool1d):
+            yield lambda n, pool=pool, k=kernel, s=stride, p=padding: trained(
+                lambda x: F.relu(pool(x, k, s, p)).mean((-2, -1)).sum(), some(A, B, n)
+            )
+    yield functools.partial(_normalized, (A, B, -1))
+    for channels in (B, 1):
+        yield lambda n, c=channels: trained(_convolved, some(A, c, n), some(E, c, 3), some(E), some(C, E, 3), some(C))
+    yield lambda n: trained(lambda x: F.adaptive_avg_pool1d(x, 1).flatten(1).square().sum(), some(A, B, n))
+    yield lambda n: trained(lambda x: (x.mean(-1) + x.amax(-1)).square().sum(), some(A, B, n))
+    yield lambda n: trained(lambda x, y: torch.cat([x, y], 1).square().mean(), some(A, B, n), some(A, E, n))
+    yield lambda n: trained(lambda x: F.interpolate(x, scale_factor=2).square().mean(), some(A, B, n))
+    yield lambda n: trained(lambda x: F.group_norm(x, 4, some(4 * PART), some(4 * PART)).sum(), some(A, 4 * PART, n))
+
+
+def _normalized(shape: tuple[int, ...], *n: int) -> Any:
+    """Batch norm in training and evaluation, with and without weights, before an activation and behind one."""
+    statistics, weights = (torch.zeros(B, device="tpu"), torch.ones(B, device="tpu")), (some(B), some(B))
+    return (
+        trained(lambda x, *w: F.batch_norm(x, *statistics, *w, training=True).relu().sum(), _of(shape, n), *weights),
+        trained(lambda x, *w: F.batch_norm(x, *statistics, *w, training=True).square().sum(), _of(shape, n), *weights),
+        trained(lambda x: F.batch_norm(x, *statistics, training=True).relu().sum(), _of(shape, n)),
+        F.batch_norm(_of(shape, n), *statistics, *weights),
+    )
+
+
+def _convolved(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """Two layers with what is between and behind them."""
+    convolve, pool = ((F.conv1d, F.max_pool1d), (F.conv2d, F.max_pool2d))[x.dim() - 3]
+    entered = pool(convolve(x, *weights[:2], padding=1).relu(), 2)
+    made = convolve(entered, *weights[2:], padding=1).relu()
+    return (made.mean((*range(2, x.dim()),)).square().sum() + made.square().mean()).sum()
+
+
 def _growing_images() -> Iterator[Callable[..., Any]]:
     """Few, since these have many elements."""
     shape = (A, B, -1, -2)
+    for channels, (kernel, stride, padding) in itertools.product((B, 1), WINDOWS[:8]):
+        for weights in ((some(E, channels, kernel, kernel), some(E)), (some(E, channels, kernel, kernel),)):
+            yield lambda *n, c=channels, w=weights, s=stride, p=padding: (
+                trained(lambda *w: F.conv2d(_of((A, c, -1, -2), n), *w, s, p).square().sum(), *w),
+                trained(lambda x, *w: F.conv2d(x, *w, s, p).square().sum(), _of((A, c, -1, -2), n), *w),
+            )
+    yield lambda *n: trained(lambda *w: F.conv2d(_of(shape, n), *w).square().mean(), some(1, B, 1, 1), some(1))
+    yield lambda *n: trained(lambda x, *w: F.conv2d(x, *w).square().mean(), _of(shape, n), some(1, B, 1, 1), some(1))
+    for kernel, stride, padding in POOLS[:2]:
+        for pool in (F.max_pool2d, F.avg_pool2d):
+            yield lambda *n, pool=pool, k=kernel, s=stride, p=padding: trained(
+                lambda x: F.relu(pool(x, k, s, p)).mean((-2, -1)).sum(), _of(shape, n)
+            )
+    yield functools.partial(_normalized, shape)
+    for channels in (B, 1):
+        yield lambda *n, c=channels: trained(
+            _convolved, _of((A, c, -1, -2), n), some(E, c, 3, 3), some(E), some(C, E, 3, 3), some(C)
+        )
+    yield lambda *n: trained(lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1).square().sum(), _of(shape, n))
+    yield lambda *n: trained(lambda x, y: torch.cat([x, y], 1).square().mean(), _of(shape, n), _of(shape, n))
+    yield lambda *n: trained(F.mse_loss, _of((A, 1, -1, -2), n), _of((A, 1, -1, -2), n))
     yield lambda *n: trained(lambda x: (x.relu() * 0.5 + 1.0).mean(), _of(shape, n))
     yield lambda *n: trained(F.mse_loss, _of(shape, n), _of(shape, n))
     yield lambda *n: trained(lambda x: x.mean((2, 3)).sum() + x.sum((0, 2, 3)).sum(), _of(shape, n))
@@ -1006,7 +1085,8 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def pattern_of(op: Op) -> templates.Pattern:
     """The pattern for single sizes."""
     found = templates.with_room(described(op)) or described(op)
-    return templates.of_sizes(found, LITERAL, {str(ANY)}) or (found, {})
+    lengths = {str(length) for length, _ in _lengths(op)}
+    return templates.of_sizes(found, LITERAL - lengths, {str(ANY)}) or (found, {})
 
 
 def described(op: Op) -> str:
@@ -1036,9 +1116,12 @@ def with_room(op: Op, new: Sequence[int], rooms: Sequence[tuple[int, int, int]])
     capacities = [*dict.fromkeys(capacity for _, _, capacity in op.padding.bounds)]
     of_capacity = dict(zip(capacities, rooms, strict=False))
     bounds = []
-    for _, most, capacity in op.padding.bounds:
+    has_parts = any("floordiv" in size for _, size in _lengths(op))
+    for fewest, most, capacity in op.padding.bounds:
         room, least, more = of_capacity[capacity]
-        bounds.append((least, room - (capacity - most) - more, room))
+        bounds.append((max(least, fewest), room - (capacity - most) - more * (not has_parts), room))
+    if any(least >= most for least, most, _ in bounds):
+        raise ValueError("an op of larger sizes")
     become = {capacity: room for capacity, (room, _, _) in of_capacity.items()}
     fixed = [size for size in map(int, pattern_of(op)[1].values()) if size not in become]
     become |= dict(zip(fixed, new, strict=False))
@@ -1048,18 +1131,32 @@ def with_room(op: Op, new: Sequence[int], rooms: Sequence[tuple[int, int, int]])
             become[math.prod(some)] = math.prod(become[size] for size in some)
     for times, parts, size in itertools.product(map(int, templates.TIMES), (1, 3), known):
         become[times * parts * size] = times * parts * become[size]
+    symbols, lengths = Symbols(bounds), Sizes(dict(zip("abcdefgh", itertools.starmap(Bound, bounds), strict=False)), {})
+    become |= {length: lengths.capacity(symbols.size(size)) for length, size in _lengths(op)}
     become |= {capacity: room for capacity, (room, _, _) in of_capacity.items()}
     padding = dataclasses.replace(op.padding, bounds=tuple(bounds))
     return renumbered(dataclasses.replace(op, padding=padding), become), become
 
 
+def _lengths(op: Op) -> Iterator[tuple[int, str]]:
+    """How long in memory dimensions are whose sizes change, and these."""
+    if op.padding is not None:
+        for array, part in zip((*operands(op), *results_of(op)), (*op.padding.reads, *op.padding.made), strict=True):
+            for length, size in zip(array.base.shape, part.shape, strict=True) if part else ():
+                if isinstance(size, str):
+                    yield length, size
+
+
 def small(op: Op) -> Op:
-    """The op, with small capacities if it has padding, that it may have few elements."""
+    """The op, with small capacities if it has padding and may have such, that it may have few elements."""
     if op.padding is None:
         return op
     capacities = {capacity for _, _, capacity in op.padding.bounds}
     fixed = [size for size in map(int, pattern_of(op)[1].values()) if size not in capacities]
-    return with_room(op, fixed, PADDED[1][1])[0]
+    try:
+        return with_room(op, fixed, PADDED[1][1])[0]
+    except ValueError:
+        return op
 
 
 def renumbered(value: Any, numbers: Mapping[int, int]) -> Any:
@@ -1071,8 +1168,7 @@ def renumbered(value: Any, numbers: Mapping[int, int]) -> Any:
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return tuple(renumbered(item, numbers) for item in value)
     if isinstance(value, PaddedExtent | Symbolic):
-        changed = (renumbered_text(getattr(value, field.name), numbers) for field in dataclasses.fields(value))
-        return type(value)(*changed)
+        return renumbered_text(value, numbers)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kept = {"value", "bounds", "arg", "element"}
         names = [field.name for field in dataclasses.fields(value) if field.name not in kept]
@@ -1080,49 +1176,37 @@ def renumbered(value: Any, numbers: Mapping[int, int]) -> Any:
     return value
 
 
-def renumbered_text(value: Any, numbers: Mapping[int, int]) -> Any:
-    """Expressions with other numbers for sizes."""
+def renumbered_text(value: Any, numbers: Mapping[int, int] | Mapping[int, str]) -> Any:
+    """Expressions with other numbers, or names, for sizes."""
     if isinstance(value, str):
         return re.sub(r"\b\d+\b", lambda found: str(numbers.get(int(found[0]), found[0])), value)
     if isinstance(value, tuple):
         return tuple(renumbered_text(item, numbers) for item in value)
+    if isinstance(value, PaddedExtent | Symbolic):
+        return type(value)(
+            *(renumbered_text(getattr(value, field.name), numbers) for field in dataclasses.fields(value))
+        )
     return numbers.get(value, value) if type(value) is int else value
 
 
-def without_padding(op: Op) -> Op:
-    """The op on arrays of just these sizes."""
+def with_names(op: Op, names: Mapping[int, str], products: Mapping[int, str]) -> Op:
+    """An op with padding, with variables for sizes that do not change, too, and expressions for products of some. It
+    can be traced, but not made."""
     assert op.padding is not None
-    reads = iter(op.padding.reads)
-    values = {
-        name: CHANGING.get(capacity, MORE[0]) for name, (_, _, capacity) in zip("abc", op.padding.bounds, strict=False)
-    }
 
-    def size(text: int | str) -> int:
-        return eval(text, values) if isinstance(text, str) else text  # noqa: S307 -- the recorder's own
+    def named(value: Any) -> Any:
+        if type(value) is int and value in products:
+            return Symbolic(products[value])
+        return tuple(map(named, value)) if isinstance(value, tuple) and not hasattr(value, "_fields") else value
 
-    def exact(value: Any, part: PaddedExtent | None) -> Any:
-        if part is None:
-            return value
-        sizes = tuple(map(size, part.sizes))
-        return dataclasses.replace(value, sizes=sizes, base=Base(sizes, value.dtype))
+    def part(array: Any, extent: PaddedExtent | None) -> Any:
+        return renumbered_text(extent or PaddedExtent(array.sizes, array.sizes), products)
 
-    def argument(value: Any) -> Any:
-        if isinstance(value, Operand):
-            return exact(value, next(reads))
-        if isinstance(value, Symbolic):
-            return size(value.text)
-        return tuple(map(argument, value)) if isinstance(value, tuple) and not hasattr(value, "_fields") else value
-
-    args = tuple(map(argument, op.args))
-    made = dict(zip(map(id, results_of(op)), op.padding.made, strict=True))
-    results = tuple(
-        tuple(r and exact(r, made[id(r)]) for r in result)
-        if isinstance(result, tuple)
-        else result and exact(result, made[id(result)])
-        for result in op.results
-    )
-    writes = tuple(exact(write, made[id(write)]) for write in op.writes)
-    return dataclasses.replace(op, args=args, results=results, writes=writes, padding=None)
+    bounds = (*op.padding.bounds, *[(2, 2**31 - 1, 2**31 - 1)] * len(names))
+    reads = tuple(map(part, operands(op), op.padding.reads))
+    made = tuple(map(part, results_of(op), op.padding.made))
+    padding = dataclasses.replace(op.padding, bounds=bounds, reads=reads, made=made)
+    return dataclasses.replace(op, args=named(op.args), padding=padding)
 
 
 def misfit(op: Op, numbers: Container[int]) -> dict[int, int]:
@@ -1131,7 +1215,7 @@ def misfit(op: Op, numbers: Container[int]) -> dict[int, int]:
     capacities = {name: capacity for name, (_, _, capacity) in zip("abc", op.padding.bounds, strict=False)}
 
     def size(text: int | str) -> int:
-        return eval(text, dict(capacities)) if isinstance(text, str) else text  # noqa: S307 -- the recorder's own
+        return value_of(text, capacities) if isinstance(text, str) else text
 
     items = itertools.chain.from_iterable(arg if isinstance(arg, tuple) else [arg] for arg in op.args)
     arrays = [*(item for item in items if isinstance(item, Operand)), *results_of(op)]
@@ -1189,9 +1273,13 @@ class Maker:
         if shaped is not None and shaped[0] == pattern:
             return self._decides_nothing_by_shape(op, entry) and self.traced(op, entry) == template.filled(shaped[1])
         if op.padding is not None:
-            decided = self._decided(without_padding(op), entry)
+            decided = self._decided_of_padding(op, entry)
             found = [self._with_room(op, entry, *PADDED[k]) for k in (0, 3, 6)]
-            return decided == [] and all(each and is_right(template.filled(each[0]), each[1]) for each in found)
+            return (
+                decided is not None
+                and all(pair in template.apart for pair in decided)
+                and all(each and is_right(template.filled(each[0]), each[1]) for each in found)
+            )
         decided = self._decided(op, entry)
         if decided is None or not all(pair in template.apart for pair in decided):
             return False
@@ -1278,18 +1366,16 @@ class Maker:
         pattern, sizes = pattern_of(op)
         if len(sizes) > len(SENTINELS):
             return None
-        exact = without_padding(op)
-        decided = self._decided(exact, entry)
-        if decided is None:
+        apart = self._decided_of_padding(op, entry)
+        if apart is None:
             return None
-        letters, numbers = {size: letter for letter, size in sizes.items()}, pattern_of(exact)[1]
-        named = [[numbers.get(word, word) for word in pair] for pair in decided]
-        # Of sizes that change, the padded form decides when it runs.
-        pairs = [[letters.get(size, size) for size in pair] for pair in named if {*pair} <= {*letters, *LITERAL}]
         for first in (PADDED[0], SMALL):
             found = _from_the_first(self._with_room(op, entry, *numbers) for numbers in (first, *PADDED[1:]))
-            if len(found) >= 5 and (made := _right_for_all(pattern, entry, found, pairs)) is not None:
-                return made
+            parts = _parts(op, [sizes for sizes, _ in found])
+            if len(found) >= 5 and parts is not None:
+                made = _right_for_all(pattern, entry, found, apart, parts)
+                if made is not None:
+                    return made
         return None
 
     def _with_room(
@@ -1321,6 +1407,51 @@ class Maker:
             return None
         return {letter: str(became[int(size)]) for letter, size in sizes.items()}, fragment
 
+    def _decided_of_padding(self, op: Op, entry: LoweringEntry) -> list[list[str]] | None:
+        """The pairs of sizes that do not change of which it is decided that they differ; None where anything else is
+        decided by such sizes. Of those that change, the padded form decides when it runs."""
+        assert op.padding is not None
+        lengths = {capacity for _, _, capacity in op.padding.bounds} | {length for length, _ in _lengths(op)}
+        letters = {int(size): letter for letter, size in pattern_of(op)[1].items() if int(size) not in lengths}
+        unused = "abcdefgh"[len(op.padding.bounds) :]
+        if len(letters) > len(unused):
+            return None
+        names = dict(zip(letters, unused, strict=False))
+        products = {
+            math.prod((times, *some)): "*".join([str(times)] * (times > 1) + [names[size] for size in some])
+            for times, count in itertools.product((3, 2, 1), (3, 2, 1))
+            for some in itertools.combinations_with_replacement(letters, count)
+        }
+        known, unknown = (self._symbolically(each, entry) for each in (op, with_names(op, names, products)))
+        if known is None or unknown is None or known[1] != unknown[1]:
+            return None
+        symbols = Symbols([(2, 2**31 - 1, 2**31 - 1)] * 8)
+        fixed = {size: (letter, symbols.size(names[size])) for size, letter in letters.items()}
+        fixed |= {int(size): (size, int(size)) for size in LITERAL}
+        pairs = {str(one - other): sorted((x, y)) for (x, one), (y, other) in itertools.permutations(fixed.values(), 2)}
+        decided = [text for text in unknown[0] if {*re.findall(r"\b[a-h]\b", text)} <= {*names.values()}]
+        return sorted(map(list, {tuple(pairs[text]) for text in decided})) if pairs.keys() >= {*decided} else None
+
+    def _symbolically(self, op: Op, entry: LoweringEntry) -> tuple[tuple[str, ...], int] | None:
+        """What tracing an op with padding takes for other than 0 without knowing, and in how many places it has another
+        form than where sizes are known; None where it cannot be traced."""
+        assert op.padding is not None
+        trace = tracing._PaddedTrace(op, entry, self._context, self._platform, "off")
+        count = len(op.padding.counts)
+        given = trace.parameters[: len(trace.parameters) - count]
+        reads = iter(op.padding.reads)
+        parts = [next(reads) if isinstance(parameter, Operand) else None for parameter in given]
+        structs = [
+            tracing._struct(
+                parameter if part is None else dataclasses.replace(parameter, sizes=trace._symbols.sizes(part.shape))
+            )
+            for parameter, part in zip(given, parts, strict=True)
+        ]
+        with startup.engine().client.tracing(), contextlib.suppress(Exception):
+            trace._symbols.trace(functools.partial(trace._symbolic, parts), structs)
+            return trace._symbols.unequal(), trace.num_unknown
+        return None
+
     def _decided(self, op: Op, entry: LoweringEntry) -> list[list[str]] | None:
         """The pairs of sizes of which it is decided that they differ; None where anything else is decided."""
         pattern, sizes = pattern_of(op)
@@ -1345,7 +1476,7 @@ class Maker:
                 symbols.trace(trace.function("op"), structs)
         except Exception as error:  # noqa: BLE001 - whatever cannot be done with symbolic sizes
             return (repr(error),)
-        return ("another form where sizes are known",) if trace.needs_sizes else symbols.unequal()
+        return ("another form where sizes are known",) if trace.num_unknown else symbols.unequal()
 
 
 def _from_the_first(traced: Iterator[Traced | None]) -> list[Traced]:
@@ -1354,13 +1485,39 @@ def _from_the_first(traced: Iterator[Traced | None]) -> list[Traced]:
     return [] if first is None else [first, *filter(None, traced)]
 
 
+Part = tuple[str, str, int, int]
+
+
+def _parts(op: Op, found: Sequence[Mapping[str, str]]) -> list[Part] | None:
+    """What part the lengths in memory of quotients are of others, with all of these sizes; None where one is none."""
+    letters = {int(size): letter for letter, size in pattern_of(op)[1].items()}
+    assert op.padding is not None
+    wholes = [letters[capacity] for _, _, capacity in op.padding.bounds]
+    made: list[Part] = []
+    for part in dict.fromkeys(letters[length] for length, size in _lengths(op) if "floordiv" in size):
+        known = (
+            (part, whole, divisor, behind)
+            for divisor, behind, whole in itertools.product(range(1, 17), (0, 1, -1, 2, -2), wholes)
+            if all((int(sizes[part]) - behind) * divisor == int(sizes[whole]) for sizes in found)
+        )
+        first = next(known, None)
+        if first is None:
+            return None
+        made.append(first)
+    return made
+
+
 def _right_for_all(
-    pattern: str, entry: LoweringEntry, found: Sequence[tuple[Mapping[str, str], tracing.Fragment]], apart: Any
+    pattern: str,
+    entry: LoweringEntry,
+    found: Sequence[tuple[Mapping[str, str], tracing.Fragment]],
+    apart: Any,
+    parts: Sequence[Part] = (),
 ) -> Made | None:
     """The template of the first, which has sizes that no text has, if it is right for all that it is for."""
     # What is the same in all, as the 2 of a stack of two, is no size.
     varying = {letter: size for letter, size in found[0][0].items() if len({s[letter] for s, _ in found}) > 1}
-    template = templates.template_of(entry.name, found[0][1], varying, apart)
+    template = templates.template_of(entry.name, found[0][1], varying, apart, parts)
     if template is None or not all(is_right(template.filled(s), one) for s, one in found if template.suits(s)):
         return None
     return pattern, template

@@ -118,17 +118,20 @@ def has_sizes_that_follow(text: str, sizes: list[str]) -> bool:
     )
 
 
-def sizes_for(text: str) -> dict[str, str]:
+def sizes_for(text: str, template: FragmentTemplate) -> dict[str, str]:
     """Sizes with which a template is what such an op makes; with padding, some are products of others."""
     is_padded = " padding " in text
     letters = {letter: "1" if is_padded else str(size) for size, letter in enumerate(templates.LETTERS, 2)}
+    letters |= {whole: "55440" for _, whole, _, _ in template.parts}  # of which many numbers are divisors
+    letters |= {part: str(55440 // divisor + behind) for part, _, divisor, behind in template.parts}
     return {"S": "3x1x2", "N": "6", **letters}
 
 
 def test_every_template_is_a_program(held: Any) -> None:
     """To the installed jaxlib, which need not be the one that the file was made with."""
     rows = [row for _, rows in held.values() for row in rows if not has_sizes_that_follow(*row[:2])]
-    made = [FragmentTemplate(*fields).filled(sizes_for(text)) for text, _, _, *fields in rows]
+    all_templates = [(text, FragmentTemplate(*fields)) for text, _, _, *fields in rows]
+    made = [template.filled(sizes_for(text, template)) for text, template in all_templates]
     bodies = "\n".join({fragment.symbol: fragment.text for fragment in made if fragment is not None}.values())
     assert None not in made
     main = "func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> { return %x : tensor<2xf32> }"
@@ -137,10 +140,11 @@ def test_every_template_is_a_program(held: Any) -> None:
 
 def test_an_op_made_of_a_description_has_that_description(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(MAKER.parent)
-    op_of = importlib.import_module("described_ops").op_of
-    texts = [text for _, rows in held.values() for text, *_ in rows[::10]]
-    for text in (text.replace("#", "256").replace("<Sx", "<5x3x") for text in texts):
-        op = op_of(text)
+    described_ops = importlib.import_module("described_ops")
+    found = [(text, sizes) for _, rows in held.values() for text, sizes, *_ in rows[::10]]
+    numbers = dict.fromkeys(templates.LETTERS, 256)
+    for text in (described_ops.filled(text, sizes, numbers).replace("<Sx", "<5x3x") for text, sizes in found):
+        op = described_ops.op_of(text)
         described = f"{op.name}({parameters(op)[0]})->({describe_results(op)}) {op.settings}"
         assert templates.with_room(described) == text
 

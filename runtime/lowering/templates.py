@@ -43,7 +43,7 @@ _INT = re.compile(r"(?<=\bint:)(?:\d+|[A-M])\b")
 _SIZED = re.compile(f"{_DIMENSIONS.pattern}|{_INT.pattern}")
 _SIZE = re.compile(r"\d+|[A-M]")
 _FLOAT = re.compile(r"\b\d\.\d{6}e\+\d\d\b")
-_FILLED = re.compile(r"\$(e?)((?:\d+\*)?[A-Z](?:\*[A-Z])*)(-[123])?")
+_FILLED = re.compile(r"\$(e?)((?:\d+\*)?[A-Z](?:\*[A-Z])*)([-+][123])?")
 _BOUNDS = re.compile(r"\((?:\(\d+, \d+, \d+\)(?:, |,(?=\))|(?=\))))+\)")
 _BOUND = re.compile(r"\((\d+), (\d+), (\d+)\)")
 _WORD = re.compile(r"\b(?:\d+|(?:\d+\.)?[A-M](?:\.[A-M])*)(?![\w.])")
@@ -62,7 +62,8 @@ Pattern = tuple[str, dict[str, str]]
 
 class FragmentTemplate(NamedTuple):
     """A fragment's text, call and checks (message, module and name of the error), with `$A` for size A, `$A*B-1` for
-    what follows from sizes, and `$eA` for it as a floating-point number; sizes that are not equal, by letter or number.
+    what follows from sizes, and `$eA` for it as a floating-point number; sizes that are not equal, by letter or number;
+    sizes that are a part of another one, as B is `A / 2 + 1`, with the letters of both and these numbers.
     """
 
     op: str
@@ -73,10 +74,13 @@ class FragmentTemplate(NamedTuple):
     checks: list[list[str]]
     unequal: list[str]
     apart: list[list[str]]
+    parts: list[tuple[str, str, int, int]] = []  # noqa: RUF012 -- as the others: nobody changes it
 
     def suits(self, sizes: Mapping[str, str]) -> bool:
         """Whether it is for sizes like these."""
-        return all(sizes.get(one, one) != sizes.get(other, other) for one, other in self.apart)
+        return all(sizes.get(one, one) != sizes.get(other, other) for one, other in self.apart) and all(
+            (int(sizes[part]) - behind) * divisor == int(sizes[whole]) for part, whole, divisor, behind in self.parts
+        )
 
     def filled(self, sizes: Mapping[str, str]) -> Fragment | None:
         """The fragment with these sizes; None where one is written in another way."""
@@ -84,10 +88,10 @@ class FragmentTemplate(NamedTuple):
 
         def value(found: re.Match[str]) -> str:
             nonlocal is_exact
-            is_float, names, less = found.groups()
+            is_float, names, more = found.groups()
             if names == SHAPE:
                 return sizes[SHAPE]
-            number = _product(names.split("*"), sizes) + int(less or 0)
+            number = _product(names.split("*"), sizes) + int(more or 0)
             text = _float_of(number) if is_float else str(number)
             is_exact &= text is not None
             return text or ""
@@ -290,7 +294,11 @@ def of_sizes(description: str, literal: Container[str] = (), ints: Container[str
 
 
 def template_of(
-    op: str, fragment: Fragment, sizes: Mapping[str, str], apart: Sequence[Sequence[str]] = ()
+    op: str,
+    fragment: Fragment,
+    sizes: Mapping[str, str],
+    apart: Sequence[Sequence[str]] = (),
+    parts: Sequence[tuple[str, str, int, int]] = (),
 ) -> FragmentTemplate | None:
     """The template of a fragment that an op was traced into with these sizes, whose numbers, and products of them,
     stand for nothing else; None where one of them is left in it."""
@@ -306,7 +314,7 @@ def template_of(
     checks = [[letter(message), error.__module__, error.__qualname__] for message, error in fragment.checks]
     body = letter(fragment.text.replace(f"@{fragment.symbol}", "@0"))
     call = list(fragment.used), list(fragment.forwards), letter(fragment.signature), checks
-    made = FragmentTemplate(op, body, *call, list(map(letter, fragment.unequal)), list(map(list, apart)))
+    made = FragmentTemplate(op, body, *call, list(map(letter, fragment.unequal)), list(map(list, apart)), [*parts])
     numbers = {size for shape in sizes.values() for size in shape.split("x")} - {"0", "1"}
     is_free = "$" not in fragment.text and numbers.isdisjoint(_UNNAMED.findall(made.body))
     return made if is_free else None
@@ -315,8 +323,12 @@ def template_of(
 def _names(sizes: Mapping[str, str]) -> dict[str, str]:
     """What is written for numbers that follow from sizes; of two ways to come to one, the shorter."""
     products = _products({letter: size for letter, size in sizes.items() if letter != SHAPE})
-    less = {str(int(number) - by): f"{name}-{by}" for by in (3, 2, 1) for number, name in reversed(products.items())}
-    return less | products
+    near = {
+        str(int(number) + by): f"{name}{by:+}"
+        for by in (3, 2, 1, -3, -2, -1)
+        for number, name in reversed(products.items())
+    }
+    return near | products
 
 
 def _products(sizes: Mapping[str, str]) -> dict[str, str]:
