@@ -12,8 +12,9 @@ The ops are those that `ordinary` calls. One becomes a template where
   template is to the letter what tracing with those sizes gives.
 
 Sizes of less than 20, such as those of kernels, and usual ones of attention's heads stay as they are. An op with
-padding becomes a template where the op without it decides nothing by a size, and tracing gives the template for several
-capacities, wide and narrow bounds.
+padding becomes a template where tracing it with symbols for the sizes that stay, too, decides nothing by them, and
+gives the template for several capacities, wide and narrow bounds. Ops on elements need none with padding: they are
+looked for without (`asked_for`).
 """
 
 from __future__ import annotations
@@ -1485,15 +1486,12 @@ def _from_the_first(traced: Iterator[Traced | None]) -> list[Traced]:
     return [] if first is None else [first, *filter(None, traced)]
 
 
-Part = tuple[str, str, int, int]
-
-
-def _parts(op: Op, found: Sequence[Mapping[str, str]]) -> list[Part] | None:
+def _parts(op: Op, found: Sequence[Mapping[str, str]]) -> list[templates.Part] | None:
     """What part the lengths in memory of quotients are of others, with all of these sizes; None where one is none."""
     letters = {int(size): letter for letter, size in pattern_of(op)[1].items()}
     assert op.padding is not None
     wholes = [letters[capacity] for _, _, capacity in op.padding.bounds]
-    made: list[Part] = []
+    made: list[templates.Part] = []
     for part in dict.fromkeys(letters[length] for length, size in _lengths(op) if "floordiv" in size):
         known = (
             (part, whole, divisor, behind)
@@ -1512,7 +1510,7 @@ def _right_for_all(
     entry: LoweringEntry,
     found: Sequence[tuple[Mapping[str, str], tracing.Fragment]],
     apart: Any,
-    parts: Sequence[Part] = (),
+    parts: Sequence[templates.Part] = (),
 ) -> Made | None:
     """The template of the first, which has sizes that no text has, if it is right for all that it is for."""
     # What is the same in all, as the 2 of a stack of two, is no size.

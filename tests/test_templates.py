@@ -172,7 +172,7 @@ def test_bounds_are_left_out_where_they_are_wide_enough() -> None:
     assert templates.with_room(neg("(33, 64, 64)", 64)) == pattern.replace("B", "64")
     assert templates.with_room(neg("(1, 64, 64)", 64)) is None
     assert templates.with_room(neg("(64, 64, 64)", 64)) is None
-    fields = "neg", "@0 $A $B-1", [0], [None], "", [], ["a - $A"], []
+    fields = "neg", "@0 $A $B-1", [0], [None], "", [], ["a - $A"], [], []
     line = templates.line_of(["cpu"], pattern.replace("7", "A"), FragmentTemplate(*fields))
     held = templates.OfAnOp({}, [line], "cpu")
     ((template, sizes),) = held.matching(neg("(17, 32, 32)", 32))
@@ -190,7 +190,7 @@ def test_sizes_that_are_equal_and_those_that_are_apart() -> None:
     described = "mm(tensor<{0}x{1}xf32>,tensor<{1}x{2}xf32>)->(tensor<{0}x{2}xf32>) highest"
 
     def found(apart: list[list[str]], *sizes: int) -> list[Any]:
-        held = templates.OfAnOp({}, [templates.line_of(["cpu"], pattern, FragmentTemplate(*fields, apart))], "cpu")
+        held = templates.OfAnOp({}, [templates.line_of(["cpu"], pattern, FragmentTemplate(*fields, apart, []))], "cpu")
         return [list(sizes.values()) for _, sizes in held.matching(described.format(*sizes))]
 
     assert found([], 3, 3, 5) == [["3", "3", "5"]]
@@ -198,6 +198,19 @@ def test_sizes_that_are_equal_and_those_that_are_apart() -> None:
     assert found([["A", "B"]], 3, 4, 3) == [["3", "4", "3"]]
     assert found([["C", "4"]], 3, 3, 4) == []
     assert found([], 1, 3, 4) == []
+
+
+def test_a_size_that_is_a_part_of_another_is_no_other_size() -> None:
+    """What is between them in the text is no letter: as where a stride of 2 leaves half of what is padded by one."""
+    fields = "pool", "@0 $A $A+1 $B", [0], [None], "", [], [], [], [("B", "A", 2, 1)]
+    line = templates.line_of(["cpu"], "pool(tensor<Axf32>)->(tensor<Bxf32>) None", FragmentTemplate(*fields))
+    held = templates.OfAnOp({}, [line], "cpu")
+    ((template, sizes),) = held.matching("pool(tensor<32xf32>)->(tensor<17xf32>) None")
+    filled = template.filled(sizes)
+    assert filled is not None
+    assert filled.text.endswith(" 32 33 17")
+    for whole, part in ((32, 16), (33, 17), (31, 17)):
+        assert not list(held.matching(f"pool(tensor<{whole}xf32>)->(tensor<{part}xf32>) None"))
 
 
 def test_functions_that_are_alike_are_one() -> None:

@@ -11,8 +11,8 @@ S is the shape of all arrays of an op that have dimensions, N how many elements 
     ... func.func private @0(%arg0: tensor<$Ax$Bxf32>) -> (tensor<$Axf32>) { ...
 
 Invariant: single sizes are at least 2; those of 0 and 1 stand as they are. Sizes may be equal, but for the pairs that a
-template keeps apart; what is padded has sizes between 2 and its capacity, whatever else is known of them. A template
-counts only beside the sources that it was traced from.
+template keeps apart, and follow from each other where it says so; what is padded has sizes between 2 and its capacity,
+whatever else is known of them. A template counts only beside the sources that it was traced from.
 `packaging/fragment_templates.py` makes them and checks that they hold.
 """
 
@@ -58,12 +58,13 @@ SHAPE, COUNT = "S", "N"
 EVALUATION = "torchtpu.runtime.padding.evaluate"  # what an op with padding is traced with
 LETTERS = "ABCDEFGHIJKLM"
 Pattern = tuple[str, dict[str, str]]
+Part = tuple[str, str, int, int]  # a size, another one, what that is divided by, and how much more it is then
 
 
 class FragmentTemplate(NamedTuple):
     """A fragment's text, call and checks (message, module and name of the error), with `$A` for size A, `$A*B-1` for
     what follows from sizes, and `$eA` for it as a floating-point number; sizes that are not equal, by letter or number;
-    sizes that are a part of another one, as B is `A / 2 + 1`, with the letters of both and these numbers.
+    sizes that are a part of another one.
     """
 
     op: str
@@ -74,7 +75,7 @@ class FragmentTemplate(NamedTuple):
     checks: list[list[str]]
     unequal: list[str]
     apart: list[list[str]]
-    parts: list[tuple[str, str, int, int]] = []  # noqa: RUF012 -- as the others: nobody changes it
+    parts: list[Part]
 
     def suits(self, sizes: Mapping[str, str]) -> bool:
         """Whether it is for sizes like these."""
@@ -298,7 +299,7 @@ def template_of(
     fragment: Fragment,
     sizes: Mapping[str, str],
     apart: Sequence[Sequence[str]] = (),
-    parts: Sequence[tuple[str, str, int, int]] = (),
+    parts: Sequence[Part] = (),
 ) -> FragmentTemplate | None:
     """The template of a fragment that an op was traced into with these sizes, whose numbers, and products of them,
     stand for nothing else; None where one of them is left in it."""

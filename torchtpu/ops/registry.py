@@ -89,8 +89,8 @@ class Lowering:
     multiplies: the result depends on `torch.set_float32_matmul_precision`, which the lowering finds in `ctx.precision`.
     maps: the op goes through lists in step: element i of a result depends on element i of each list, and on what is no
         list.
-    elementwise: each element of a result depends on those at its place in the arguments, broadcast, and nothing else
-        does on any.
+    elementwise: each element of a result depends on those at its place in the arguments, broadcast; all else, as how
+        long a loop runs or what is checked, depends on none.
     repeats: called again with the same arguments, the op is computed again, and not before its turn.
     write: makes the lines of StableHLO that the function is traced into, without jax, for an op of an array or a list
         of them: of the shape and element type of each, those of the result, and the other arguments; None where it
