@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -122,6 +123,43 @@ def test_a_size_that_follows_from_others_is_filled_in(engine: Engine) -> None:
 def test_what_is_decided_by_a_size_is_traced_for_each(engine: Engine, function: Callable[..., Any]) -> None:
     for height in (11, 12):
         traced_in_turn(engine, [op for n in SIZES for op in recorded(function, torch.rand(height, n + 2))])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.nn.functional.hardswish,
+        lambda x: torch.nn.functional.hardsigmoid(x, inplace=True),
+        lambda x: torch.xlogy(x, x),
+        lambda x: x.lerp(x, x),
+        lambda x: torch.where(x > 0, x, 1621.5),
+    ],
+)
+def test_an_op_on_elements_is_traced_for_one_shape(engine: Engine, function: Callable[..., Any]) -> None:
+    shapes = ((4, 16, 8, 8), (1,), (1621,), (0, 3), (3, 1, 2), (2, 2), (5, 7, 1621))
+    ops = [op for shape in shapes for op in recorded(function, torch.rand(shape))]
+    found = engine.fragments.find(ops)
+    kinds = len({op.name for op in ops})
+    assert engine.counters.fragment_traces == 2 * kinds  # one is of empty arrays
+    assert [fragment for fragment, _ in found] == [exactly(engine, op) for op in ops]
+
+
+def test_an_op_on_elements_whose_text_has_dimensions_is_traced_for_each(engine: Engine) -> None:
+    """Until all elements are done."""
+    shapes = ((4, 6), (3,), (2, 5, 3), (7, 1, 2, 3))
+    numbers = [torch.arange(1, 1 + math.prod(shape)).view(shape) for shape in shapes]
+    traced_in_turn(engine, [op for x in numbers for op in recorded(torch.gcd, x, x)])
+
+
+@pytest.mark.bailouts("template")
+def test_an_op_that_is_not_traced_on_a_line_is_traced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no line")
+
+    monkeypatch.setattr("torchtpu.runtime.lowering.fragments.with_shape", fail)
+    ops = [op for n in (3, 4) for op in recorded(torch.nn.functional.hardswish, torch.ones(n, 43))]
+    assert traced_in_turn(engine, ops) == 0
+    assert engine.counters.bailouts.counts() == {"template: RuntimeError": 2}
 
 
 def test_a_lowering_of_no_lasting_sources_is_traced_for_each(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

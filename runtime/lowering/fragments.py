@@ -6,6 +6,7 @@ others, the recorded results, the platform and, what PyTorch was set to.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -32,7 +33,7 @@ from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
 from . import fingerprint
-from .learned_templates import LearnedTemplates
+from .learned_templates import LearnedTemplates, on_a_line, with_shape
 from .templates import EVALUATION, Templates
 from .tracing import Fragment, Tracer, explained
 from .written import written_fragment
@@ -185,7 +186,9 @@ class Fragments:
                 waiting[key] = op, entry
             else:
                 added[key] = found
-        added.update(self._trace_most(waiting, watched))
+        if watched == "off":
+            added.update(self._of_all_shapes(waiting))
+        added.update(self._trace_most({key: each for key, each in waiting.items() if key not in added}, watched))
         for key, fragment in added.items():
             self._keep(key, fragment)
         return added
@@ -202,6 +205,28 @@ class Fragments:
                     found = found or self._learned.find(key)
                 self._counters.fragments_from_templates += found is not None
         return found
+
+    def _of_all_shapes(self, waiting: dict[str, tuple[Op, LoweringEntry]]) -> dict[str, Fragment]:
+        """The fragments of ops on elements whose arrays have one shape, filled into those on a line: each is traced
+        once, whatever shapes come."""
+        lines: dict[str, tuple[str, Op]] = {}
+        for key, (op, entry) in waiting.items():
+            line = on_a_line(op) if entry.elementwise and entry.persists else None
+            if line is not None:
+                ((own, _),) = self.describe([line], "off")
+                lines[key] = own, line
+        made: dict[str, Fragment] = {}
+        if all(own == key for key, (own, _) in lines.items()):
+            return made
+        first, _ = waiting[next(iter(lines))]
+        with self.bailouts.attempt("template", first.line), contextlib.suppress(NotImplementedError):
+            traced = self._add(dict(lines.values()), "off")
+            for key, (own, _) in lines.items():
+                filled = with_shape(waiting[key][1], traced[own], key)
+                if filled is not None:
+                    made[key] = filled
+        self._counters.fragments_from_templates += len(made)
+        return made
 
     def _trace_most(self, waiting: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
         """The fragments of all ops: as many are traced as make templates for the others."""

@@ -8,6 +8,10 @@ comes, its fragment is filled in from then on.
     mul.Tensor(tensor<27x20xf32>,tensor<20xf32>)->...        template: A varies, B is 20; filled in with A = 27
     mul.Tensor(tensor<53x20xf32>,tensor<20xf32>)->...        filled in
 
+Ops on elements need one: arrays of one shape are as good as such of one dimension (`on_a_line`).
+
+    hardswish(tensor<4x16x8x8xf32>)->...                     traced on tensor<1621xf32>, and filled in with 4x16x8x8
+
 Invariant: what is filled in is to the letter what tracing gives. Sizes that never varied stay as they are. Of those
 that did, tracing with symbols for them shows that nothing is decided by them, but that they differ from each other and
 from the others, as they do in all ops of the kind; the text is that of sizes which no text has for another reason, and
@@ -19,17 +23,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torchtpu.runtime.ir.calls import LoweringEntry
-from torchtpu.runtime.ir.program import Op
+from torchtpu.runtime.ir.calls import LoweringEntry, parameters, results_of
+from torchtpu.runtime.ir.program import Lifted, Op, Operand, Result, Write
 
-from .templates import FragmentTemplate, of_sizes, template_of
+from .templates import SHAPE, FragmentTemplate, of_shape, of_sizes, template_of
 from .tracing import Fragment, Tracer
 
 SENTINELS = (211, 307, 401, 503, 607, 701, 809, 907, 1009, 1103, 1201, 1301, 1409, 1511, 1601, 1709)
+_LINE = 1621  # the size of arrays that have one dimension instead of theirs
+_PLACE = re.compile(r"\[\d")  # of a dimension, or of an element
 _MOST_VARYING = 8
 _MOST_KINDS = 4096
 _NUM_TRACED = 2  # of a kind, before a template is made
@@ -152,6 +160,38 @@ def decided(
         for one, other in itertools.permutations(of_letters, 2)
     }
     return sorted(map(list, {tuple(pairs[text]) for text in found})) if pairs.keys() >= set(found) else None
+
+
+def on_a_line(op: Op) -> Op | None:
+    """An op on elements as one on arrays of one dimension, where all that have dimensions are of one shape and not
+    empty, else None. Of its tensors, sizes and element types alone count."""
+    tensors = [t for t in (*parameters(op)[1], *results_of(op)) if not isinstance(t, Lifted)]
+    shapes = {t.sizes for t in tensors} - {()}
+    if op.padding is not None or len(shapes) != 1 or any(0 in shape for shape in shapes):
+        return None
+    args, results, writes = (_on_a_line(each) for each in (op.args, op.results, op.writes))
+    return dataclasses.replace(op, args=args, results=results, writes=writes)
+
+
+def _on_a_line(of: Any) -> Any:
+    if isinstance(of, (Operand, Result, Write)):
+        return dataclasses.replace(of, sizes=(_LINE,)) if of.sizes else of
+    return type(of)(map(_on_a_line, of)) if isinstance(of, (tuple, list)) else of
+
+
+def with_shape(entry: LoweringEntry, on_line: Fragment, description: str) -> Fragment | None:
+    """The fragment of an op on elements with this description, given that on a line; None where that says something of
+    its dimension, as a loop does that runs until all elements are done, or has the line's size for another reason."""
+    shaped = of_shape(description)
+    template = _of_line(entry.name, on_line)
+    return None if shaped is None or template is None else template.filled(shaped[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_line(name: str, on_line: Fragment) -> FragmentTemplate | None:
+    if _PLACE.search(on_line.text):
+        return None
+    return template_of(name, on_line, {SHAPE: str(_LINE)})
 
 
 def _kind_of(description: str) -> tuple[str, dict[str, str]]:

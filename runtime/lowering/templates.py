@@ -11,8 +11,8 @@ S is the shape of all arrays of an op that have dimensions, N how many elements 
     ... func.func private @0(%arg0: tensor<$Ax$Bxf32>) -> (tensor<$Axf32>) { ...
 
 Invariant: single sizes are at least 2; those of 0 and 1 stand as they are. Sizes may be equal, but for the pairs that a
-template keeps apart, and follow from each other where it says so; what is padded has sizes between 2 and its capacity,
-whatever else is known of them. A template counts only beside the sources that it was traced from.
+template keeps apart, as N and 0, and follow from each other where it says so; what is padded has sizes between 2 and
+its capacity, whatever else is known of them. A template counts only beside the sources that it was traced from.
 `packaging/fragment_templates.py` makes them and checks that they hold.
 """
 
@@ -161,7 +161,8 @@ class OfAnOp:
         """Those that are for an op with this description, and the sizes to fill in."""
         shaped = of_shape(description)
         if shaped is not None:
-            yield from ((template, shaped[1]) for _, template in self._beginning_with(shaped[0]))
+            of_shapes = (template for _, template in self._beginning_with(shaped[0]))
+            yield from ((template, shaped[1]) for template in of_shapes if template.suits(shaped[1]))
         if _PADDING in description and not has_few_places(description):
             return
         for plain in _with_rooms(description):
