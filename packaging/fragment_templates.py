@@ -98,6 +98,22 @@ WINDOWS = (
     (7, 1, 3), (3, 2, 0), (4, 4, 0), (8, 4, 2), (9, 1, 4), (10, 5, 0), (11, 4, 5),
 )  # fmt: skip
 POOLS = (2, 2, 0), (3, 2, 1), (3, 3, 0), (4, 4, 0)
+ACTIVATIONS = (
+    F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.hardtanh,
+    F.softplus, F.logsigmoid, F.hardshrink, F.softshrink, F.tanhshrink, F.softsign, torch.sigmoid, torch.tanh,
+    torch.sin, torch.cos, torch.rsqrt, torch.reciprocal, torch.abs, torch.log1p, torch.expm1, torch.erf, torch.atan,
+    torch.square,
+    lambda x: F.threshold(x, 0.1, 20), lambda x: F.leaky_relu(x, 0.2), lambda x: F.leaky_relu(x, 0.1),
+    lambda x: F.hardtanh(x, 0, 1), lambda x: x**3, lambda x: x**0.5, lambda x: x.clamp(0, 1), lambda x: x.clamp(min=0),
+    lambda x: x.clamp(-1, 1), lambda x: F.gelu(x, approximate="tanh"), lambda x: F.logsigmoid(-x) * x,
+    lambda x: torch.maximum(x, x * 2), lambda x: torch.where(x > 0, x, 0), lambda x: F.dropout(x, 0.5),
+    lambda x: x.norm(), lambda x: F.prelu(x, some(1, dtype=x.dtype)), lambda x: torch.logaddexp(x, x * 2),
+    lambda x: torch.atan2(x, x * 2),
+)  # fmt: skip
+IN_PLACE = (
+    F.relu, F.relu6, F.leaky_relu, F.elu, F.selu, F.celu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.hardtanh,
+    lambda x, inplace: F.leaky_relu(x, 0.2, inplace), lambda x, inplace: F.threshold(x, 0.1, 20, inplace),
+)  # fmt: skip
 SHAPES = (1,), (0, 3), (5, 0), (2, 2), (4, 1), (2, 1, 3), (1, 7, 3, 2), (3, 2, 2, 2, 5), (100003,)
 SYMBOLIC = ("a",), ("a", "b", "c"), (1, "a"), ("a", 1), ("a", 1, "b")
 
@@ -114,12 +130,35 @@ BINARY = (
     torch.maximum, torch.minimum, torch.pow, torch.floor_divide, torch.remainder, torch.logical_and, torch.logical_or,
     torch.bitwise_and, torch.bitwise_or,
 )  # fmt: skip
+RARER_UNARY = (
+    torch.acos, torch.asin, torch.atan, torch.sinh, torch.cosh, torch.tan, torch.acosh, torch.asinh, torch.atanh,
+    torch.expm1, torch.log2, torch.log10, torch.trunc, torch.frac, torch.erfc, torch.erfinv, torch.isinf, torch.sgn,
+    torch.signbit, torch.deg2rad, torch.rad2deg, torch.logit, torch.sinc, torch.nan_to_num, torch.bitwise_not,
+    torch.lgamma, torch.digamma, torch.special.entr, torch.special.ndtri, torch.special.log_ndtr, torch.special.i0,
+    torch.special.i0e, lambda x: x.clamp(-1, 1), lambda x: x.clamp(max=1), lambda x: x.clamp(min=1e-8), lambda x: x**-1,
+    lambda x: x**1.5, lambda x: x**-0.5, lambda x: x**4, lambda x: 2**x, lambda x: x.round(decimals=2),
+    lambda x: torch.xlogy(x, x), lambda x: torch.div(x, 2, rounding_mode="trunc"), lambda x: x % 2, lambda x: x.fmod(2),
+)  # fmt: skip
+RARER_BINARY = (
+    torch.atan2, torch.hypot, torch.fmod, torch.fmax, torch.fmin, torch.logaddexp, torch.logaddexp2, torch.logical_xor,
+    torch.bitwise_xor, torch.xlogy, torch.copysign, torch.special.xlog1py, torch.nextafter, torch.heaviside,
+    lambda x, y: torch.div(x, y, rounding_mode="floor"), lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    lambda x, y: torch.addcmul(x, x, y), lambda x, y: torch.addcdiv(x, x, y), lambda x, y: torch.lerp(x, y, y),
+    lambda x, y: torch.addcmul(x, x, y, value=ANY), lambda x, y: x.clamp(y, y), lambda x, y: x.clamp(min=y),
+    lambda x, y: x.clamp(max=y), lambda x, y: x << y, lambda x, y: x >> y, torch.complex, torch.polar,
+)  # fmt: skip
 INTO = (torch.Tensor.add_, torch.Tensor.sub_, torch.Tensor.mul_, torch.Tensor.div_, torch.Tensor.copy_)
 REDUCTIONS = (
     torch.sum, torch.mean, torch.amax, torch.amin, torch.max, torch.min, torch.argmax, torch.argmin, torch.any,
     torch.all, torch.prod, torch.var, torch.std, torch.cumsum,
 )  # fmt: skip
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.float64, torch.bfloat16)
+RARER_DTYPES = (torch.int32, torch.uint8, torch.float16, torch.complex64)
+MIXED_DTYPES = (
+    (torch.float32, torch.bool), (torch.float32, torch.int64), (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16), (torch.float32, torch.int32), (torch.float32, torch.float64),
+    (torch.int64, torch.bool), (torch.bfloat16, torch.bool), (torch.complex64, torch.float32),
+)  # fmt: skip
 
 
 def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -131,6 +170,8 @@ def ordinary() -> Iterator[Callable[[], Any]]:
     """Calls of the ops of first scripts."""
     for dtype in DTYPES:
         yield from _elementwise(dtype)
+        yield from _rarer(dtype)
+    yield from _rarer_dtypes()
     for shape in ((A,), (A, B), (A, A), (1, A), (A, B, C)):
         yield from _reduced(shape)
     for shape in (
@@ -143,6 +184,7 @@ def ordinary() -> Iterator[Callable[[], Any]]:
     yield from _losses()
     yield from _layers()
     yield from _steps()
+    yield from _rarer_steps()
     yield from _rearranged()
     yield from _clipped()
     yield from _taken()
@@ -193,6 +235,40 @@ def _elementwise(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     for f in BINARY[:4] if dtype == torch.float32 else ():
         for other in ((B,), (1, B), (A, 1)):
             yield lambda f=f, other=other: f(some(A, B, dtype=dtype), some(*other, dtype=dtype))
+
+
+def _rarer(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """Ops on elements, and activations with their gradients."""
+    x, y = some(A, B, dtype=dtype), some(A, B, dtype=dtype)
+    yield from (lambda f=f: f(x) for f in RARER_UNARY)
+    yield from (lambda f=f: f(x, y) for f in RARER_BINARY)
+    if dtype.is_floating_point:
+        yield from (lambda f=f: trained(lambda x: f(x).sum(), x) for f in ACTIVATIONS)
+        yield from (lambda f=f: trained(lambda x: f(x * 1.5, inplace=True).sum(), x) for f in IN_PLACE)
+        for f in (torch.sigmoid_, torch.tanh_, torch.exp_, torch.sqrt_, torch.neg_, torch.abs_, torch.reciprocal_):
+            yield lambda f=f: f(x.clone())
+        for f in (torch.rsqrt_, torch.floor_, torch.sin_, torch.cos_, torch.log_, torch.round_, torch.square_):
+            yield lambda f=f: f(x.clone())
+        yield lambda: (x.clone().clamp_(0, 1), x.clone().clamp_(min=0), x.clone().clamp_(-1, 1), x.clone().pow_(2))
+        yield lambda: (x.clone().lerp_(y, 0.1), x.clone().lerp_(y, 0.001), x.clone().masked_fill_(y > 0, 0))
+
+
+def _rarer_dtypes() -> Iterator[Callable[[], Any]]:
+    """Two dtypes at once, and few ops of others."""
+    for dtypes in MIXED_DTYPES:
+        for x, y in itertools.permutations([some(A, B, dtype=dtype) for dtype in dtypes]):
+            yield from (lambda f=f, x=x, y=y: f(x, y) for f in (*BINARY[:10], *INTO[:4]))
+            number = some(dtype=y.dtype)
+            yield from (lambda f=f, x=x, number=number: f(x, number) for f in BINARY[:4])
+    for dtype in RARER_DTYPES:
+        x, y = some(A, B, dtype=dtype), some(A, B, dtype=dtype)
+        for f in BINARY[:10]:
+            yield from (lambda f=f, x=x, y=y: f(x, y) for y in (y, 0, 1, 2, 0.5))
+        for f in (*UNARY[:12], torch.clone, torch.zeros_like, torch.ones_like):
+            yield lambda f=f, x=x: f(x)
+        for other in (*DTYPES, *RARER_DTYPES):
+            yield lambda x=x, other=other: (x.to(other), some(A, B, dtype=other).to(x.dtype))
+        yield from (lambda f=f, x=x, y=y: f(x.clone(), y) for f in INTO)
 
 
 def _at_one_place(f: Callable[..., Any], x: torch.Tensor, *numbers: int) -> Any:
@@ -380,6 +456,36 @@ def _steps() -> Iterator[Callable[[], Any]]:
     for shape in ((A, B), (A,), (1,), (1, 1), (A, A), (1, A), (A, 1), (A, B, C), (A, B, C, D)):
         for optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, _momentum, torch.optim.RMSprop):
             yield lambda optimizer=optimizer, shape=shape: _step(optimizer, some(*shape))
+
+
+def _rarer_steps() -> Iterator[Callable[[], Any]]:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for optimizer in (
+            torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD,
+            torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, _centered,
+            _nesterov, _momentum, _fused, _amsgrad, _decayed, torch.optim.SGD,
+        ):  # fmt: skip
+            yield lambda optimizer=optimizer, dtype=dtype: _step(optimizer, some(A, B, dtype=dtype))
+    for f in (torch._foreach_abs, torch._foreach_neg, torch._foreach_exp, torch._foreach_sqrt, torch._foreach_zero_):
+        yield lambda f=f: f([some(A, B)])
+    for f in (
+        torch._foreach_add, torch._foreach_sub, torch._foreach_mul, torch._foreach_div, torch._foreach_add_,
+        torch._foreach_sub_, torch._foreach_mul_, torch._foreach_div_, torch._foreach_maximum, torch._foreach_minimum,
+        torch._foreach_clamp_max_, torch._foreach_clamp_min_, torch._foreach_pow,
+    ):  # fmt: skip
+        yield from (lambda f=f, y=y: f([some(A, B)], y) for y in ([some(A, B)], 2, 0.5, [0.25], 0.75))
+    yield lambda: torch._foreach_copy_([some(A, B)], [some(A, B)])
+    yield from (
+        lambda w=weight: torch._foreach_lerp_([some(A, B)], [some(A, B)], w) for weight in (0.1, 0.001, [some(A, B)])
+    )
+
+
+def _amsgrad(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, amsgrad=True)
+
+
+def _decayed(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=lr, weight_decay=0.01, maximize=True)
 
 
 def _clipped() -> Iterator[Callable[[], Any]]:
@@ -1341,7 +1447,8 @@ class Maker:
         found = [(p[1], one) for p, one in zip(patterns, made, strict=True) if p is not None and p[0] == shaped_op[0]]
         if len(found) < 3 or patterns[0] != (shaped_op[0], found[0][0]):
             return None
-        return _right_for_all(shaped_op[0], entry, found, [])
+        made_for = (_right_for_all(shaped_op[0], entry, found, apart) for apart in ([], [["0", templates.COUNT]]))
+        return next(filter(None, made_for), None)
 
     def _of_sizes(self, op: Op, entry: LoweringEntry) -> Made | None:
         """A template for whatever sizes."""

@@ -12,6 +12,9 @@ import pytest
 import torch
 from known_gaps import KNOWN_GAPS
 
+from torchtpu.ops.math.foreach import EACH
+from torchtpu.ops.registry import LOWERINGS
+
 
 @pytest.fixture(scope="module")
 def lowerings() -> Iterator[dict[str, object]]:
@@ -34,3 +37,8 @@ def test_lowerings_compute_what_the_cpu_computes(dtype: torch.dtype, lowerings: 
     assert not new, "\n".join(f"{name}: {problem}" for name, problem in new.items())
     assert not known - wrong.keys(), f"these gaps have closed; remove their lines from known_gaps.py: {sorted(known)}"
     assert any(outcome.checked for outcome in check.outcomes.values())
+
+
+def test_an_op_over_lists_is_one_on_elements_where_the_single_one_is() -> None:
+    facts = {name: LOWERINGS[single].elementwise for single, names in EACH.items() for name in names}
+    assert facts == {name: LOWERINGS[name].elementwise for name in facts}

@@ -85,6 +85,31 @@ def test_batches_of_ever_other_sizes_import_no_jax() -> None:
     assert (ended.status, ended.out) == (0, "False\n"), ended.err
 
 
+ACTIVATIONS = """
+    import sys, torch
+    from torch.nn import functional as F
+
+    def compute(device):
+        x = torch.linspace(-4, 4, 4 * 6 * 8 * 8).view(4, 6, 8, 8).to(device).requires_grad_()
+        made = [f(x) for f in (F.hardswish, F.hardsigmoid, F.relu6, F.elu, F.mish, F.softplus, F.logsigmoid)]
+        made += [f(x * 2, inplace=True) for f in (F.hardswish, F.leaky_relu, F.elu, F.silu, F.hardsigmoid)]
+        made += [x.abs().sqrt().atan(), x.log1p(), x.clamp(-1, 1), x / 3, x.detach() // 2, x.pow(3), x * (x > 0)]
+        loss = torch.stack([torch.where(each > 0, each, 0).sum() for each in made]).sum()
+        loss.backward()
+        return [t.detach().cpu() for t in (*made, x.grad)]
+
+    found = compute("tpu")
+    print("jax" in sys.modules)
+    for one, other in zip(found, compute("cpu")):
+        torch.testing.assert_close(one, other, equal_nan=True)
+"""
+
+
+def test_activations_of_any_shape_import_no_jax() -> None:
+    ended = run_script(ACTIVATIONS, TORCHTPU_CACHE="off")
+    assert (ended.status, ended.out) == (0, "False\n"), ended.err
+
+
 def test_what_tracing_gives_is_in_the_file(rotation: int, held: Any) -> None:
     """Of a part of the ops; a lowering that was changed has no templates until the file is made anew."""
     (version,) = {head["jax"] for head, _ in held.values()}
@@ -147,6 +172,17 @@ def test_an_op_made_of_a_description_has_that_description(held: Any, monkeypatch
         op = described_ops.op_of(text)
         described = f"{op.name}({parameters(op)[0]})->({describe_results(op)}) {op.settings}"
         assert templates.with_room(described) == text
+
+
+def test_a_template_may_be_for_all_shapes_but_empty_ones(tmp_path: Path) -> None:
+    """Of empty arrays jax selects nothing."""
+    pattern = "f(tensor<Sxf32>)->(tensor<Sxf32>) None"
+    body = "func.func private @0(%arg0: tensor<$Sxf32>) -> tensor<$Sxf32> { return %arg0 : tensor<$Sxf32> }"
+    template = FragmentTemplate("f", body, [0], [0], "(tensor<$Sxf32>) -> tensor<$Sxf32>", [], [], [["0", "N"]], [])
+    (tmp_path / "f.jsonl").write_text("{}\n" + templates.line_of(["cpu"], pattern, template) + "\n")
+    held = Templates(tmp_path, "cpu").of("f")
+    assert [sizes["S"] for _, sizes in held.matching(pattern.replace("S", "3x5"))] == ["3x5"]
+    assert not list(held.matching(pattern.replace("S", "3x0")))
 
 
 def test_sizes_become_letters() -> None:

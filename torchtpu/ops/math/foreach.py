@@ -114,8 +114,9 @@ def _refusing(name: str, refused: tuple[type, ...]) -> Any:
 def _register(single, name):
     # reduce.py and special.py may lower the single op: it is looked up when the op is traced.
     infer = _refusing(name, REFUSED[single]) if single in REFUSED else None
+    facts = {"lifts": True, "maps": True, "elementwise": single != "max"}
 
-    @lowering(name, structural=STRUCTURAL.get(name, {}), lifts=True, infer=infer, maps=True)
+    @lowering(name, structural=STRUCTURAL.get(name, {}), infer=infer, **facts)
     def lowered(*args, ctx, **kwargs):
         return each(LOWERINGS[single], ctx, *args, **kwargs)
 
@@ -127,7 +128,7 @@ for _single, _names in EACH.items():
         _register(_single, _name)
 
 
-@lowering("_foreach_clone", maps=True)
+@lowering("_foreach_clone", maps=True, elementwise=True)
 def foreach_clone(self, *, memory_format=None):
     return list(self)
 

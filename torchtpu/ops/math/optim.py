@@ -39,7 +39,10 @@ def _like(count):
 SGD_STRUCTURAL = {"weight_decay": (0.0,), "momentum": (0.0,), "dampening": (0.0,)}
 
 
-@lowering("_fused_sgd", "_fused_sgd.tensor_lr", structural=SGD_STRUCTURAL, lifts=True, infer=_like(3), maps=True)
+EACH_ELEMENT = {"lifts": True, "maps": True, "elementwise": True}
+
+
+@lowering("_fused_sgd", "_fused_sgd.tensor_lr", structural=SGD_STRUCTURAL, infer=_like(3), **EACH_ELEMENT)
 def fused_sgd(
     self,
     grads,
@@ -80,9 +83,8 @@ def _bias_correction(beta, step, dtype):
     "_fused_adamw",
     "_fused_adamw.tensor_lr",
     structural={"weight_decay": (0.0,)},
-    lifts=True,
     infer=_like(5),
-    maps=True,
+    **EACH_ELEMENT,
 )
 def fused_adam(
     self,
@@ -124,8 +126,8 @@ def fused_adam(
     return _kept(found_inf, (self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs), new)
 
 
-@lowering("_fused_adagrad", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(4), maps=True)
-@lowering("_fused_adagrad.tensor_lr", structural={"weight_decay": (0.0,)}, lifts=True, infer=_like(3), maps=True)
+@lowering("_fused_adagrad", structural={"weight_decay": (0.0,)}, infer=_like(4), **EACH_ELEMENT)
+@lowering("_fused_adagrad.tensor_lr", structural={"weight_decay": (0.0,)}, infer=_like(3), **EACH_ELEMENT)
 def fused_adagrad(
     self,
     grads,
