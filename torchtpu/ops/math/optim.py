@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchtpu.ops.registry import jnp, like, lowering, opmath
 
 
@@ -39,7 +41,7 @@ def _like(count):
 SGD_STRUCTURAL = {"weight_decay": (0.0,), "momentum": (0.0,), "dampening": (0.0,)}
 
 
-EACH_ELEMENT = {"lifts": True, "maps": True, "elementwise": True}
+EACH_ELEMENT: dict[str, Any] = {"lifts": True, "maps": True, "elementwise": True}
 
 
 @lowering("_fused_sgd", "_fused_sgd.tensor_lr", structural=SGD_STRUCTURAL, infer=_like(3), **EACH_ELEMENT)
