@@ -77,3 +77,43 @@ def test_images_of_ever_other_sizes_share_programs(name: str) -> None:
         for mine, theirs in zip(on_tpu.parameters(), on_cpu.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-3, atol=1e-3)
     assert programs[-1] == programs[SETTLED], programs
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_a_factor_that_leaves_a_size_as_it_is_copies_where_pytorch_does(mode: str) -> None:
+    """Of one size and of both, known and changing."""
+    for height, width in ((3, 3), (3, 7), (7, 3), (3, 11), (9, 3)):
+        x = torch.rand(2, 3, height, width, dtype=torch.float64)
+        results = []
+        for given in (x, x.to("tpu")):
+            leaf = given.clone().requires_grad_()
+            made = F.interpolate(leaf, scale_factor=1.3, mode=mode)
+            (made * made.detach().sin()).sum().backward()
+            assert leaf.grad is not None
+            results.append((made.detach().cpu(), leaf.grad.cpu()))
+        for found, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_position_is_at_the_same_pixel_wherever_it_is_computed_again() -> None:
+    """Positions that are whole numbers but for how they are rounded, read and weighed in several loops of a program."""
+    for height, width in ((27, 29), (5, 19), (35, 34), (9, 19), (12, 9)):
+        x = torch.rand(2, 3, height, width, dtype=torch.float64)
+        grids = [
+            F.affine_grid(torch.eye(2, 3, dtype=x.dtype)[None].expand(2, 2, 3), list(x.shape), a) for a in (False, True)
+        ]
+        results = []
+        for device in ("cpu", "tpu"):
+            leaf = x.to(device).detach().requires_grad_()
+            made = [F.interpolate(leaf, (width, height), mode=mode) for mode in ("bilinear", "bicubic")]
+            made += [F.interpolate(leaf, scale_factor=1.5, mode=mode) for mode in ("bilinear", "bicubic")]
+            made += [
+                F.grid_sample(leaf, grid.to(device), mode, "border", align_corners=bool(aligned))
+                for aligned, grid in enumerate(grids)
+                for mode in ("bilinear", "bicubic")
+            ]
+            torch.stack([(each * each).sum() for each in made]).sum().backward()
+            assert leaf.grad is not None
+            results.append([t.detach().cpu() for t in (*made, leaf.grad)])
+        for found, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

@@ -55,13 +55,19 @@ def _cubic(part: Any) -> list[Any]:
     return [far(part + 1), near(part), near(1 - part), far(2 - part)]
 
 
+def _rounded(at: Any, product: Any) -> Any:
+    """The product, which is NaN where `at` is. XLA computes a place anew for what reads at it and for its weights, and
+    here and there rounds a product and a sum after it at once: what is chosen is rounded before, everywhere."""
+    return jnp.where(jnp.isnan(at), at, product)
+
+
 def _sample(x: Any, grid: Any, mode: int, padding_mode: int, align_corners: bool) -> Any:
     space = x.shape[2:]
     points = grid.reshape(grid.shape[0], math.prod(grid.shape[1:-1]), len(space))
     places = []
     for i, size in enumerate(space):  # the grid's last dimension runs x, y, z
         at = points[:, :, len(space) - 1 - i]
-        places.append((at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2)
+        places.append((at + 1) / 2 * (size - 1) if align_corners else (_rounded(at, (at + 1) * size) - 1) / 2)
     pad = functools.partial(_padded, padding_mode=padding_mode, align_corners=align_corners)
     if mode != 2:
         places = [pad(place, size) for place, size in zip(places, space, strict=True)]

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from torchtpu.ops.registry import jnp, lowering, opmath
+from torchtpu.ops.registry import jnp, lax, lowering, opmath
 from torchtpu.ops.sizes import as_number, is_known
 
 _NAMES = ("1d", "2d", "3d")
 _SCALES = {"scales": None, "scales_d": None, "scales_h": None, "scales_w": None}
 Array = np.ndarray[Any, Any]
+_RATIO_BITS = 45  # of a ratio that 2^16 positions are multiples of, in 64 bits
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,13 @@ def _ratio(length: int, count: int, scale: Any, real: Any = np.float32) -> Any:
 
 def _nearest(shift: float, length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
     xp = np if is_known(length, count) else jnp
-    source = xp.floor((xp.arange(count, dtype=np.float32) + np.float32(shift)) * _ratio(length, count, scale))
-    return _Table(xp.minimum(source, as_number(length - 1, np.float32)).astype(np.int32)[:, None], xp.ones((count, 1)))
+    out = xp.arange(count, dtype=np.int32)
+    source = xp.floor((out.astype(np.float32) + np.float32(shift)) * _ratio(length, count, scale))
+    index = xp.minimum(source, as_number(length - 1, np.float32)).astype(np.int32)
+    if scale is not None and shift == 0:  # PyTorch takes its two usual cases from the sizes
+        lengths, counts = as_number(length, np.int32), as_number(count, np.int32)
+        index = xp.where(counts == lengths, out, xp.where(counts == 2 * lengths, out >> 1, index))
+    return _Table(index[:, None], xp.ones((count, 1)))
 
 
 def _positions(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> Array:
@@ -121,12 +127,38 @@ def _positions(length: int, count: int, align_corners: bool, scale: Any, real: A
     return made
 
 
+def _floors(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> Array:
+    """The whole parts of the positions.
+
+    Of sizes that change they are found with integers: XLA computes a position anew for what reads at it and for its
+    weight, and rounds it in two ways, so that one of them would stand for another place. What is next to a whole number
+    may be on its other side: a weight of it is as good as 0 or 1.
+    """
+    if is_known(length, count):
+        return np.floor(_positions(length, count, align_corners, scale, real)).astype(np.int32)
+    out = jnp.arange(count, dtype=np.int64)
+    lengths, counts = as_number(length, np.int64), as_number(count, np.int64)
+    if align_corners:
+        made = lax.div(out * (lengths - 1), jnp.maximum(counts - 1, 1))
+    elif scale is not None and scale > 0:
+        ratio = float(real(1 / scale))
+        bits = min(_RATIO_BITS - math.frexp(ratio)[1], 60)
+        made = ((2 * out + 1) * int(math.ldexp(ratio, bits)) - (1 << bits)) >> (bits + 1)
+    else:
+        made = lax.div((2 * out + 1) * lengths + counts, 2 * counts) - 1
+    return made.astype(np.int32)
+
+
 def _linear(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
     xp = np if is_known(length, count) else jnp
     source = xp.maximum(_positions(length, count, align_corners, scale, real), real(0))
     last = as_number(length - 1, np.int32)
-    low = xp.minimum(source.astype(np.int32), last)
+    low = xp.clip(_floors(length, count, align_corners, scale, real), 0, last)
     part = xp.clip(source - low.astype(real), 0, 1)
+    if scale is not None and not align_corners:  # PyTorch copies where the sizes are the same
+        is_copied = as_number(count, np.int32) == as_number(length, np.int32)
+        low = xp.where(is_copied, xp.arange(count, dtype=np.int32), low)
+        part = xp.where(is_copied, real(0), part)
     return _Table(xp.stack([low, xp.minimum(low + 1, last)], 1), xp.stack([1 - part, part], 1))
 
 
@@ -141,10 +173,18 @@ def _cubic_weight(distance: Array, a: float) -> Array:
 def _cubic(length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
     xp = np if is_known(length, count) else jnp
     source = _positions(length, count, align_corners, scale, real)
-    low = xp.floor(source).astype(np.int32)
+    low = _floors(length, count, align_corners, scale, real)
     taps = low[:, None] + np.arange(-1, 3)
     weight = _cubic_weight(source.astype(np.float64)[:, None] - taps, -0.75)
     return _Table(xp.clip(taps, 0, as_number(length - 1, np.int32)), weight)
+
+
+def _copying(table: _Table, is_copied: Any, count: int) -> _Table:
+    """What reads each place as it is where that is so."""
+    xp = np if isinstance(table.index, np.ndarray) else jnp
+    alone = np.eye(1, table.index.shape[1])
+    index = xp.where(is_copied, xp.arange(count, dtype=np.int32)[:, None], table.index)
+    return _Table(index, xp.where(is_copied, alone, table.weight))
 
 
 def _antialiased(
@@ -217,6 +257,10 @@ def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
     def backward(grad_output: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
         made = opmath(grad_output)
         tables = _tables(table, grad_output.dtype, input_size, output_size, rest, aligned)
+        if table is _cubic:  # PyTorch's gradient copies where all sizes are the same
+            pairs = list(zip(input_size[-len(output_size) :], output_size, strict=True))
+            is_copied = math.prod(as_number(one, np.int32) == as_number(other, np.int32) for one, other in pairs)
+            tables = [_copying(t, is_copied, count) for t, count in zip(tables, output_size, strict=True)]
         for axis, t in enumerate(tables, made.ndim - len(output_size)):
             length = input_size[axis]
             if not is_known(length, *t.index.shape):
