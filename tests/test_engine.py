@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from engine_support import (
+    TABLE,
     Plan,
     Work,
     check,
@@ -314,6 +315,17 @@ def test_what_is_written_behind_a_check_is_changed_where_it_lies(engine: Engine)
     executable = compile_(engine, record.program(*outputs, donated=(0, 3)))
     assert executable.loaded.aliased_bytes == (256 * 64 + 4096) * 4
     assert executable.loaded.temporary_bytes < 4096
+
+
+def test_a_change_behind_a_check_may_have_none_of_its_own() -> None:
+    """What it calls is in the program, where only the branch that is taken calls it."""
+    engine = make_engine(lowerings={**TABLE, "relu": Lowering("relu", lambda x: x.at[0].set(1))})
+    with Record() as record:
+        cache, place, tail = (record.input(CACHE[i]) for i in (0, 1, 4))
+        outputs = torch.index_select(tail, 0, place), cache.relu_()
+    program = record.program(*outputs, donated=(0,))
+    assert "stablehlo.case" in text_of(engine, program)
+    assert compile_(engine, program).loaded.aliased_bytes == 256 * 64 * 4
 
 
 def test_where_nothing_is_checked_nothing_is_chosen(engine: Engine) -> None:

@@ -406,6 +406,7 @@ class _Writer:
         (write,), (old,) = call.made, call.under
         assert isinstance(write, Write)
         fragment, kind = call.fragment, tensor_type(*write.base)
+        self._functions.setdefault(fragment.symbol, fragment.text)
         chosen, called = f"%r{self._next()}", f"%r{self._next()}"
         count = 1 + len(fragment.checks)
         left, made = (f"{called}:{count}", f"{called}#0") if count > 1 else (called, called)
