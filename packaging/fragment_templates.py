@@ -474,6 +474,9 @@ def _rarer_steps() -> Iterator[Callable[[], Any]]:
         torch._foreach_clamp_max_, torch._foreach_clamp_min_, torch._foreach_pow,
     ):  # fmt: skip
         yield from (lambda f=f, y=y: f([some(A, B)], y) for y in ([some(A, B)], 2, 0.5, [0.25], 0.75))
+    for alpha in (-1.0, 1.0, -1):
+        yield lambda alpha=alpha: torch._foreach_add_([some(A, B)], [some(A, B)], alpha=alpha)
+        yield lambda alpha=alpha: torch._foreach_add([some(A, B)], [some(A, B)], alpha=alpha)
     yield lambda: torch._foreach_copy_([some(A, B)], [some(A, B)])
     yield from (
         lambda w=weight: torch._foreach_lerp_([some(A, B)], [some(A, B)], w) for weight in (0.1, 0.001, [some(A, B)])
