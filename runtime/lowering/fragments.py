@@ -219,6 +219,7 @@ class Fragments:
         if all(own == key for key, (own, _) in lines.items()):
             return made
         first, _ = waiting[next(iter(lines))]
+        # What has no lowering is refused where it is traced as it is.
         with self.bailouts.attempt("template", first.line), contextlib.suppress(NotImplementedError):
             traced = self._add(dict(lines.values()), "off")
             for key, (own, _) in lines.items():
