@@ -458,3 +458,32 @@ def test_gradients_of_attention_in_double_precision_are_as_exact_as_its_values(f
 
     for found, expected in zip(gradients("tpu"), gradients("cpu"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+BOOLS: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
+    "floor_divide": lambda x, b: x // (b or True),
+    "fmod": lambda x, b: torch.fmod(x, b or True),
+    "divided by": lambda x, b: torch.div(b, x),  # type: ignore[call-overload]
+    "power of": lambda x, b: b**x,
+    "xlogy": torch.xlogy,
+    "xlogy_": lambda x, b: x.double().xlogy_(b),
+    "zeta": torch.special.zeta,
+    "multiple": lambda x, b: torch.add(x, x, alpha=b),
+    "added": lambda x, b: x + b,
+    "equal": lambda x, b: x == b,
+    "list": lambda x, b: torch._foreach_mul([x], [b])[0],
+}
+
+
+@pytest.mark.parametrize("name", BOOLS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool])
+def test_a_bool_is_a_number_beside_numbers(name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([0, 1, 2, 3]).to(dtype)
+    for b in (True, False):
+        try:
+            wanted = BOOLS[name](x, b)
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                BOOLS[name](x.to("tpu"), b)
+        else:
+            torch.testing.assert_close(BOOLS[name](x.to("tpu"), b).cpu(), wanted, equal_nan=True)

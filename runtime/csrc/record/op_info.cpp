@@ -35,7 +35,8 @@ ArgInfo describe_arg(const c10::Argument& arg, const OpFacts& facts) {
     default:
       info.role = arg.name() == "pin_memory" || arg.name() == "non_blocking" ? ArgRole::kPlacement : ArgRole::kPlain;
   }
-  info.is_liftable = type->kind() == c10::TypeKind::NumberType || type->kind() == c10::TypeKind::FloatType ||
+  info.is_number = type->kind() == c10::TypeKind::NumberType;
+  info.is_liftable = info.is_number || type->kind() == c10::TypeKind::FloatType ||
                      type->kind() == c10::TypeKind::TensorType ||
                      std::find(facts.ints.begin(), facts.ints.end(), arg.name()) != facts.ints.end();
   for (const auto& [name, values] : facts.structural) {

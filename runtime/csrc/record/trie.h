@@ -37,6 +37,7 @@ enum class ArgRole : uint8_t { kPlain, kDtype, kPlacement };  // kPlacement: lay
 struct ArgInfo {
   bool is_written = false;
   bool is_out = false;
+  bool is_number = false;          // a Scalar or a list of them
   bool is_liftable = false;        // a Scalar, a float, a list of them, a tensor (for 0-dim CPU tensors), one of `ints`
   bool is_structural = false;      // every value changes meaning
   std::vector<double> structural;  // these values do

@@ -4,11 +4,14 @@
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <algorithm>
 #include <bit>
 
 namespace torchtpu {
 
 namespace {
+
+const auto kBool = caffe2::TypeMeta::Make<bool>();
 
 struct RegionClasses {
   py::object base, lifted, operand, scalar, random, result, write, op, program;
@@ -51,8 +54,10 @@ class Converter {
     const OpInfo& info = *node->info;
     py::tuple args(node->args.size());
     lifted_offsets_.clear();
+    knows_only_bools_ = is_of_bools(*node);
+    static const ArgInfo kNothing;
     for (size_t i = 0; i < node->args.size(); i++) {
-      args[i] = arg(node->args[i], i < info.args.size() ? info.args[i].role : ArgRole::kPlain, static_cast<int>(i));
+      args[i] = arg(node->args[i], i < info.args.size() ? info.args[i] : kNothing, static_cast<int>(i));
     }
     py::tuple results(node->returns.size()), writes(node->writes.size());
     for (size_t i = 0; i < node->returns.size(); i++) results[i] = result(node->returns[i]);
@@ -91,6 +96,22 @@ class Converter {
 
   py::object lifted(const char* kind) { return classes().lifted(kind, kind[0] == 'f' ? floats++ : ints++); }
 
+  static bool is_of_bools(const Node& node) {
+    auto are_bools = [](const auto& of) {
+      return std::all_of(of.tensors.begin(), of.tensors.end(), [](const auto& t) { return t.dtype == kBool; });
+    };
+    for (size_t i = 0; i < node.args.size(); i++) {
+      bool is_out = i < node.info->args.size() && node.info->args[i].is_out;
+      if (!is_out && !are_bools(node.args[i])) return false;
+    }
+    return std::all_of(node.returns.begin(), node.returns.end(), are_bools);
+  }
+
+  // Beside other dtypes a bool is 1 or 0 to PyTorch.
+  bool is_int(const NumberKey& key) const { return key.kind == NumberKey::kBool && !knows_only_bools_; }
+
+  py::object scalar(const NumberKey& key) { return is_int(key) ? py::int_(key.bits) : number(key); }
+
   py::object number(const NumberKey& key) {
     if (key.is_lifted) return lifted(key.kind == NumberKey::kDouble ? "f" : "i");
     switch (key.kind) {
@@ -118,7 +139,7 @@ class Converter {
                              offset, py::cast(key.dtype.toScalarType()), base(key.base.get()));
   }
 
-  py::object arg(const ArgKey& key, ArgRole role, int index) {
+  py::object arg(const ArgKey& key, const ArgInfo& info, int index) {
     switch (key.kind) {
       case ArgKey::kNone:
         return py::none();
@@ -130,23 +151,29 @@ class Converter {
         return list;
       }
       case ArgKey::kNumber:
-        if (role == ArgRole::kDtype) return py::cast(static_cast<at::ScalarType>(key.number.bits));
-        return role == ArgRole::kPlacement ? py::none() : number(key.number);
+        if (info.role == ArgRole::kDtype) return py::cast(static_cast<at::ScalarType>(key.number.bits));
+        if (info.role == ArgRole::kPlacement) return py::none();
+        return info.is_number ? scalar(key.number) : number(key.number);
       case ArgKey::kNumbers: {
         py::tuple list(key.numbers.size());
-        for (size_t e = 0; e < key.numbers.size(); e++) list[e] = number(key.numbers[e]);
+        for (size_t e = 0; e < key.numbers.size(); e++) {
+          list[e] = info.is_number ? scalar(key.numbers[e]) : number(key.numbers[e]);
+        }
         return list;
       }
       case ArgKey::kInts:
         return as_tuple(key.ints);
       case ArgKey::kCpuScalar:
+        if (key.is_wrapped && key.dtype == kBool && !knows_only_bools_) {
+          return classes().scalar(scalar(key.number), py::cast(at::kLong), true);
+        }
         return classes().scalar(number(key.number), py::cast(key.dtype.toScalarType()), key.is_wrapped);
       case ArgKey::kRandom: {
         py::object seed = lifted("i");
         return classes().random(seed, lifted("i"));
       }
       case ArgKey::kOther:
-        if (role == ArgRole::kPlacement) return py::none();
+        if (info.role == ArgRole::kPlacement) return py::none();
         return plain(torch::jit::toPyObject(key.other));
     }
     return py::none();
@@ -176,6 +203,7 @@ class Converter {
                            py::cast(w.meta.dtype.toScalarType()), base(w.meta.base.get()), w.replaces);
   }
 
+  bool knows_only_bools_ = false;  // the op that is converted
   std::map<std::pair<int, int>, py::object> lifted_offsets_;
   std::unordered_map<const Base*, py::object> bases_;
 };
