@@ -128,6 +128,23 @@ def test_a_read_of_every_lap_becomes_a_cut() -> None:
         del laps
 
 
+def test_where_most_streams_are_new_a_read_ends_one_though_it_began_as_another() -> None:
+    lengths = random.Random(3).sample(range(100, 160), 60)
+    found: dict[str, list[float]] = {"cpu": [], "tpu": []}
+    for device, values in found.items():
+        with reference_engine() as engine:
+            x, y = torch.linspace(-1, 1, 8, device=device), torch.full((8,), 0.5, device=device)
+            counts = []
+            for length in lengths:
+                z = x
+                for i in range(length):
+                    z = z.sin() if i % 3 else z + y
+                values.append(z.sum().item())
+                counts.append(engine.subgraphs)
+            assert counts[-1] == counts[29]
+    torch.testing.assert_close(found["tpu"], found["cpu"])
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)

@@ -190,13 +190,17 @@ struct Trie {
     const Node* previous = nullptr;  // and the time before
     int changes = 0;                 // times that it came with new shapes
   };
+  struct Place {
+    int64_t regions = 0;  // that ended here, known ones too
+    int64_t plans = 0;    // that were made of them
+  };
   Node root;
   int64_t nodes = 0, plans = 0;
   std::list<Node*> ends;  // where regions ended, the latest first; every leaf that is not being recorded is one
   int walks = 0;          // while somebody holds nodes that the pending region has left, nothing is forgotten
   int wholes = 0;         // values that have a subgraph of their own
-  std::unordered_map<uint64_t, Stream> streams;      // by skeleton
-  std::unordered_map<std::string, int64_t> regions;  // that ended on a line, known ones too
+  std::unordered_map<uint64_t, Stream> streams;   // by skeleton
+  std::unordered_map<std::string, Place> places;  // where regions ended, by line
 };
 
 // The numbers a call hands to lifted arguments, in argument order.

@@ -108,8 +108,8 @@ const std::vector<uint8_t>& agree_on_donation(Node& node, const std::vector<uint
 std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live, const std::vector<uint8_t>& free,
                                   const std::string& line) {
   Node& node = *r.at;
-  if (r.trie->regions.size() >= kMostLines) r.trie->regions.clear();
-  r.trie->regions[line]++;
+  if (r.trie->places.size() >= kMostLines) r.trie->places.clear();
+  r.trie->places[line].regions++;
   // A build that failed is forgotten: who needs the program again builds it again.
   std::erase_if(node.plans, [](const auto& known) { return known->state == Plan::kFailed; });
   for (auto& plan : node.plans) {
@@ -142,6 +142,7 @@ std::shared_ptr<Plan> choose_plan(Recorder& r, const std::vector<int32_t>& live,
     }
   }
   auto plan = make_plan(r, std::move(inputs), std::move(outputs), agree_on_donation(node, free), line, find_smaller(r));
+  r.trie->places[line].plans++;
   if (node.plans.size() >= kMostPlans) node.plans.erase(node.plans.begin());
   node.plans.push_back(plan);
   return plan;
@@ -203,7 +204,7 @@ std::shared_ptr<Plan> make_plan(const Recorder& r, std::vector<BaseRef> inputs, 
   plan->has_effects = has_effects(r.at);
   plan->is_pure = !plan->has_effects && writes_nothing(r.at, plan->outputs);
   plan->line = line;
-  plan->regions = r.trie->regions[line];
+  plan->regions = r.trie->places[line].regions;
   if (runtime.policy.is_frozen) plan->nearest = describe_nearest(r.at);
   enqueue_plan(plan);
   return plan;

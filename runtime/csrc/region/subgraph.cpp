@@ -25,6 +25,7 @@ constexpr int kMostWholes = 8;           // subgraphs of a trie that have a prog
 constexpr int32_t kOpsOfPiece = 128;
 constexpr int kCheapness =
     8;  // a subgraph is cheap where this many times its ops were recorded since the last read here
+constexpr int64_t kFewestNewPlans = 8;
 constexpr int kMostOverBudget = 2;  // over budget at one place, before the region is cut there
 
 // From the root, without it.
@@ -241,6 +242,13 @@ bool may_have_less_alive(const Recorder& r) {
   return std::any_of(plans.begin(), plans.end(), [&](const auto& plan) { return plan->outputs.size() < alive; });
 }
 
+// Whether most regions that a read on this line ends are new: what comes after it is new then as well.
+bool keeps_being_new(const Recorder& r, const std::string& line) {
+  auto place = r.trie->places.find(line);
+  if (is_exact() || place == r.trie->places.end()) return false;
+  return place->second.plans >= kFewestNewPlans && 2 * place->second.plans > place->second.regions;
+}
+
 // The last op from which the region goes on as it did before, wherever a value is read now; null where it may end here.
 const Node* find_trunk(const Recorder& r) {
   if (may_have_less_alive(r)) return r.at;
@@ -254,7 +262,7 @@ BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::stri
   auto path = path_to(r.at);
   const Node* fork = r.at;
   if (is_owner) {
-    fork = find_trunk(r);
+    fork = keeps_being_new(r, line) ? nullptr : find_trunk(r);
     if (!fork || !fork->info || static_cast<int32_t>(hot_path_of(fork).size()) < kFewestOps) return {};
   }
   auto places = ops_for(path, value);
