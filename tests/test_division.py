@@ -156,7 +156,7 @@ def test_numbers_that_only_compare_equal_are_not_the_same() -> None:
         return replace(record.program(y), ops=(replace(op, args=(*op.args, number)),))
 
     numbers = (0.0, -0.0, 0, False, 1.0, 1, True, 1 << 62, 1 << 64, -(1 << 64), "1", None)
-    assert len({divider.divide(program(number), [], False)[0][0] for number in numbers}) == len(numbers)
+    assert len({divider.divide(program(number), [], [], False)[0][0] for number in numbers}) == len(numbers)
 
 
 def test_signs_of_zero_reach_the_device(in_pieces: None) -> None:
@@ -236,6 +236,28 @@ def test_a_list_of_views_and_others_in_any_order_compiles_nothing_in_the_end(ste
         assert found.cpu().equal(expected)
         programs.append(metrics.snapshot()["programs_compiled"])
     assert programs[-1] <= programs[20] + 2
+
+
+def test_where_any_op_may_follow_any_other_few_programs_serve() -> None:
+    draw = random.Random(0)
+    ops: list[Callable[..., torch.Tensor]] = [torch.sin, torch.cos, torch.tanh, torch.abs, torch.exp, torch.square]
+    pairs: list[Callable[..., torch.Tensor]] = [torch.add, torch.sub, torch.mul, torch.maximum]
+    on_cpu = torch.linspace(-2, 2, 50, dtype=torch.float64)
+
+    def expression(x: torch.Tensor, depth: int, source: random.Random) -> torch.Tensor:
+        kind = source.random()
+        if depth == 0 or kind < 0.2:
+            return x
+        made = expression(x, depth - 1, source)
+        return source.choice(ops)(made) if kind < 0.5 else source.choice(pairs)(made, expression(x, depth - 1, source))
+
+    x, compiled = on_cpu.to("tpu"), []
+    for _ in range(100):
+        seed = draw.random()
+        found = expression(x, 4, random.Random(seed)).sin().mean()
+        torch.testing.assert_close(found.cpu(), expression(on_cpu, 4, random.Random(seed)).sin().mean())
+        compiled.append(metrics.snapshot()["programs_compiled"])
+    assert compiled[-1] - compiled[70] <= 1, compiled
 
 
 def test_lists_of_ever_other_lengths_and_sizes_are_put_together_by_few_programs() -> None:

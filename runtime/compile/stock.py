@@ -11,6 +11,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -27,6 +28,8 @@ from .tiers import FirstTier
 _MOST_PLACES = 1 << 14  # source lines that are remembered
 _MOST_SIZES = 3  # programs of one piece that are remembered
 _MOST_PLACED = 4  # padded programs for single places of what is one program for all places
+_MOST_PIECES = 64  # that are new at one place: then ops of other pieces are launched one by one
+_LAUNCHES_OF_A_PROGRAM = 1000  # cost what it costs to compile a piece: see runtime.partition.pieces
 _FEWEST_NEW = 0.25  # of the regions that end on a line, where new ones keep coming
 _FEWEST_SIZES = 2  # of one piece that tell that one size of it keeps changing
 
@@ -89,6 +92,8 @@ class Stock:
         self._visits: dict[str, int] = {}  # regions of one line that were new
         self._regions: dict[str, int] = {}  # and all of them
         self._spent: dict[str, float] = {}  # work, by lines
+        self._pieces: dict[str, int] = {}  # that were new in regions that ended on a line
+        self._apart: OrderedDict[int, int] = OrderedDict()  # launches more than for the whole piece, by identity
         # What is in use, by identity, device and lines.
         self._executables: WeakValueDictionary[tuple[int, int, tuple[str, ...]], Launchable] = WeakValueDictionary()
 
@@ -152,13 +157,34 @@ class Stock:
         """The pieces of a program, in order; none where no op of it is needed. Any may be padded where new regions keep
         coming; elsewhere those may of which one size changes, once `_FEWEST_SIZES` were seen, but for what ops do to
         the elements of their lists: parameters differ in sizes, but none of these changes."""
-        pieces = self._divider.divide(program, is_often_new=is_often_new)
+        if is_often_new and self._first is not None:
+            pieces = self._divider.divide(
+                program, is_often_new=True, is_new=self._is_new, takes_apart=partial(self._takes_apart, self._first)
+            )
+        else:
+            pieces = self._divider.divide(program, is_often_new=is_often_new)
         for piece in pieces:
             if is_often_new:
                 piece.most_variables = MOST_VARIABLES
             else:
                 piece.most_variables = 0 if piece.is_of_an_element else 1
         return pieces
+
+    def _is_new(self, piece: Piece) -> bool:
+        """Whether no region of this process had a piece of those that keep being new."""
+        piece.most_variables = MOST_VARIABLES
+        return self._recall(piece) is None
+
+    def _takes_apart(self, first: FirstTier, piece: Piece, ops: Sequence[Piece]) -> bool:
+        """Whether a new piece is better launched op by op: those that are new compile no longer than it does, or so
+        many pieces were new where it is; until that took so many launches more that the piece is worth a program."""
+        new = {op.identity for op in ops if self._is_new(op)}
+        with self._lock:
+            launches = self._apart[piece.identity] = self._apart.pop(piece.identity, 0) + piece.num_ops - 1
+            self._limit(self._apart)
+            are_often_new = self._pieces.get(piece.lines[0], 0) >= _MOST_PIECES
+        is_worth_it = are_often_new or first.work(1 for _ in new) <= first.work([piece.num_ops])
+        return is_worth_it and launches < _LAUNCHES_OF_A_PROGRAM
 
     def new_among(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The different pieces among these whose programs no region of this process had before."""
@@ -215,7 +241,14 @@ class Stock:
     def _find(self, piece: Piece) -> _Known:
         """The same; lowers a new one."""
         known = self._recall(piece)
-        return self._keep(piece, *self._planned(piece)) if known is None else known
+        if known is not None:
+            return known
+        line = piece.lines[0]
+        with self._lock:
+            if len(self._pieces) >= _MOST_PLACES:
+                self._pieces.clear()
+            self._pieces[line] = self._pieces.get(line, 0) + 1
+        return self._keep(piece, *self._planned(piece))
 
     def _planned(self, piece: Piece) -> tuple[Plan, PaddedProgram | None]:
         padded = self._form_of(piece)

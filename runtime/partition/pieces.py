@@ -12,7 +12,7 @@ found in C++ (`csrc/region/pieces.cpp`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +83,11 @@ class Piece:
         return self._calls[0][0]
 
     @property
+    def places(self) -> list[int]:
+        """Those of its ops."""
+        return [place for place, *_ in self._calls]
+
+    @property
     def is_of_an_element(self) -> bool:
         """Whether it is what ops do to an element of their lists."""
         return any(element >= 0 for _, element, *_ in self._calls)
@@ -149,9 +154,16 @@ class Divider:
         self._dividers: dict[str, _C.Divider] = {}  # by what is watched: it decides what is checked
         self._writes: dict[tuple[Any, ...], int] = {}  # that put tensors of these sizes together
 
-    def divide(self, program: Program, *, is_often_new: bool = False) -> list[Piece]:
+    def divide(
+        self,
+        program: Program,
+        *,
+        is_often_new: bool = False,
+        is_new: Callable[[Piece], bool] = lambda _: False,
+        takes_apart: Callable[[Piece, list[Piece]], bool] = lambda *_: False,
+    ) -> list[Piece]:
         """The pieces of a program, in order; none where no op of it is needed. New programs keep coming where it
-        `is_often_new`."""
+        `is_often_new`. Ops are pieces of their own where somebody `takes_apart` a piece that `is_new`."""
         watched = self._fragments.watch()
         divider = self._dividers.get(watched)
         if divider is None:
@@ -159,7 +171,18 @@ class Divider:
         is_worth_it = self._is_worth_writes if is_often_new else lambda _: False
         plain, added = with_lists_apart(program, self._fragments.maps, is_worth_it)
         filling = [place for place, op in enumerate(plain.ops) if is_often_new and _copies_a_part(op)]
-        pieces = [Piece(plain, *row) for row in divider.divide(plain, sorted({*added, *filling}), is_often_new)]
+        apart = sorted({*added, *filling})
+
+        def divided(*taken_apart: Piece) -> list[Piece]:
+            alone = [place for piece in taken_apart for place in piece.places]
+            return [Piece(plain, *row) for row in divider.divide(plain, apart, alone, is_often_new)]
+
+        pieces = divided()
+        new = [piece for piece in pieces if piece.num_ops > 1 and not piece.is_of_an_element and is_new(piece)]
+        if new:
+            ops = {piece.place: piece for piece in divided(*new)}
+            taken_apart = [piece for piece in new if takes_apart(piece, [ops[place] for place in piece.places])]
+            pieces = divided(*taken_apart) if taken_apart else pieces
         places = set(added)
         for piece in pieces if places else ():
             if piece.place in places:

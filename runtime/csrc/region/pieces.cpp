@@ -603,7 +603,8 @@ void Divider::learn(const std::vector<Call>& calls, const py::tuple& ops) {
   }
 }
 
-py::list Divider::divide(const py::object& program, const std::vector<size_t>& apart, bool is_often_new) {
+py::list Divider::divide(const py::object& program, const std::vector<size_t>& apart, const std::vector<size_t>& alone,
+                         bool is_often_new) {
   const Fields& f = fields();
   if (signs_.size() > kMostKnown) signs_.clear();
   if (identities_.size() > kMostKnown) identities_.clear();
@@ -650,6 +651,7 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
   std::reverse(kept.begin(), kept.end());
 
   auto is_apart = [&](const Call& call) { return std::binary_search(apart.begin(), apart.end(), call.place); };
+  auto is_alone = [&](const Call& call) { return std::binary_search(alone.begin(), alone.end(), call.place); };
   // What happens to an element, if that is more than an op, is in no piece with anything else: the order of elements is
   // another one in each program.
   auto is_of_element = [&](size_t place) {
@@ -678,8 +680,13 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
     if (!is_last) continue;
     size_t begin = place + 1 - marks.size();
     size_t most_ops = is_filling[place] ? kMostFills : is_of_element(place) ? kMostOfElement : kMostOps;
-    for (size_t end : ends_of(marks, most_ops)) ends.push_back(begin + end);
-    ends.push_back(place + 1);
+    std::vector<size_t> found = ends_of(marks, most_ops);
+    for (size_t i = 0, next = 0; i < marks.size(); i++) {  // behind `i`, and behind what is before one that is alone
+      bool is_end = i + 1 == marks.size() || (next < found.size() && found[next] == i + 1);
+      next += is_end;
+      bool is_border_of_one = is_alone(kept[begin + i]) || (i + 1 < marks.size() && is_alone(kept[begin + i + 1]));
+      if (is_end || is_border_of_one) ends.push_back(begin + i + 1);
+    }
     marks.clear();
   }
   std::vector<int64_t> last(num_inputs + num_values, -1);  // the piece that reads a value last
@@ -721,7 +728,7 @@ py::list Divider::divide(const py::object& program, const std::vector<size_t>& a
     for (size_t i = 0; i < numbers.inputs.size(); i++) {
       int64_t value = numbers.inputs[i];
       bool is_free = value < 0 ? is_given_up[~value] : !is_kept[at(value)];
-      if (is_apart(kept[begin])) {
+      if (is_apart(kept[begin]) || (is_often_new && count == 1)) {
         const Call& call = kept[begin];
         is_free &= std::any_of(call.targets.begin(), call.targets.end(),
                                [&](const Target& target) { return call.slots[target.slot].value == value; });

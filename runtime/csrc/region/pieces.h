@@ -30,10 +30,11 @@ class Divider {
   Divider(py::object maps, py::object facts, py::object ints)
       : maps_(std::move(maps)), facts_(std::move(facts)), ints_(std::move(ints)) {}
   // The pieces, each as what runtime.partition.pieces.Piece is made with, but for the first two.  The ops at the places
-  // `apart`, in ascending order, are pieces of their own: what they make is not donated, and only what they write into
-  // is donated to them. Many ops in a row that read nothing are one piece, but where programs of the kind are often
-  // new.
-  py::list divide(const py::object& program, const std::vector<size_t>& apart, bool is_often_new);
+  // `apart` and `alone`, both in ascending order, are pieces of their own; what those that are `apart` make is not
+  // donated, and only what they write into is donated to them, as to all pieces of an op where programs of the kind are
+  // often new. Many ops in a row that read nothing are one piece, but not there.
+  py::list divide(const py::object& program, const std::vector<size_t>& apart, const std::vector<size_t>& alone,
+                  bool is_often_new);
 
   struct Call;
 
