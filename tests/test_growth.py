@@ -664,6 +664,25 @@ def test_a_form_that_fails_fails_none_of_the_sizes_that_wait_for_it(monkeypatch:
     assert counted("programs_compiled") == compiled + 1
 
 
+NUMBERS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "a bound of random integers": lambda x, i: torch.randint(0, i + 1, (8,), device=x.device) // (i + 1),
+    "both bounds": lambda x, i: torch.randint(i + 1, 2 * i + 2, (8,), device=x.device) // (i + 1),
+    "a diagonal": lambda x, i: x.triu(i - 12) + x.tril(i - 9),
+    "a rank": lambda x, i: x.kthvalue(i + 1, 0).values,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_keeps_changing_compiles_nothing(name: str) -> None:
+    on_cpu = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
+    x = on_cpu.to("tpu")
+    compiled = []
+    for i in range(20):
+        torch.testing.assert_close(NUMBERS[name](x, i).cpu(), NUMBERS[name](on_cpu, i))
+        compiled.append(counted("programs_compiled"))
+    assert compiled[-1] == compiled[7]
+
+
 def test_a_product_of_less_than_a_size_is_written_without_parentheses() -> None:
     """`jax.export.symbolic_shape` reads none."""
     size = Size(((16, (("x", 0), ("y", -1), ("y", 2))),), 3)

@@ -147,6 +147,22 @@ def test_random_from_the_least_integer_draws_all_64_bits() -> None:
     assert (abs(wide) <= 1 << 62).all()
 
 
+@pytest.mark.parametrize(
+    ("low", "to"),
+    [(0, 10), (-7, 65529), (-7, 65530), (5, 1 << 40), (-(1 << 63), (1 << 63) - 1), (-(1 << 63), None), (0, None)],
+)
+def test_bounds_that_are_inputs_of_the_program_draw_what_literal_ones_draw(low: int, to: int | None) -> None:
+    entry, x = LOWERINGS["random.from"], zeros(dtype="int64")
+
+    def drawn(low: Any, to: Any) -> Any:
+        seed = jnp.uint64(7), jnp.int64(4)
+        return entry.function(x, low, to, generator=seed, ctx=Context("random.from", "cpu", ()))
+
+    literal = jax.jit(lambda: drawn(low, to))()
+    given = jax.jit(lambda low: drawn(low, to))(jnp.int64(low)) if to is None else jax.jit(drawn)(low, to)
+    assert jnp.array_equal(literal, given)
+
+
 def test_bernoulli_and_geometric_have_their_means() -> None:
     assert close(draw("bernoulli", full(0.3)), 0.3, math.sqrt(0.21))
     assert close(draw("bernoulli.p", zeros(), 0.3), 0.3, math.sqrt(0.21))
@@ -268,6 +284,7 @@ def test_draws_into_a_dtype_that_has_none_are_refused_at_the_call() -> None:
         lambda x, ok: x.geometric_(0.25 if ok else 1.25),
         lambda x, ok: x.bernoulli_(0.25 if ok else 1.25),
         lambda x, ok: x.random_(2, 5 if ok else 2),
+        lambda x, ok: [x.long().random_(to) for to in (3, 4, 5 if ok else -2)][-1],
     ],
 )
 @pytest.mark.parametrize("visits", [0, 2])

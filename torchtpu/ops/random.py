@@ -196,13 +196,34 @@ def geometric(self, p, *, generator, ctx):
     return jnp.maximum(jnp.ceil(jnp.log(drawn) / jnp.log1p(-jnp.asarray(p, drawn.dtype))), 1)
 
 
-def _integers(generator: Any, shape: tuple[int, ...], low: int, span: int) -> Any:
-    """Integers in [low, low + span): remainders, like PyTorch's, so that small ones are likelier by span / 2**64."""
+def _integers(generator: Any, shape: tuple[int, ...], low: Any, end: Any) -> Any:
+    """Integers in [low, end): remainders, like PyTorch's, so that small ones are likelier by span / 2**64. The bounds
+    may be inputs of the program, which draws the same."""
+    if not (isinstance(low, int) and isinstance(end, int)):
+        return _integers_between(generator, shape, low, _modulo_2_64(end) - _modulo_2_64(low))
+    span = end - low
     if span == 1 << 64:
         return lax.bitcast_convert_type(bits(generator, shape, 64), jnp.int64)
     if span < 1 << 16:
         return (bits(generator, shape) % jnp.uint32(span)).astype(jnp.int64) + low
     return lax.bitcast_convert_type(bits(generator, shape, 64) % jnp.uint64(span), jnp.int64) + low
+
+
+def _integers_between(generator: Any, shape: tuple[int, ...], low: Any, span: Any) -> Any:
+    """The same where the span is an input, in which 2**64 is 0."""
+
+    def few() -> Any:
+        return (bits(generator, shape) % span.astype(jnp.uint32)).astype(jnp.int64)
+
+    def many() -> Any:
+        drawn = bits(generator, shape, 64)
+        return lax.bitcast_convert_type(jnp.where(span == 0, drawn, drawn % jnp.maximum(span, 1)), jnp.int64)
+
+    return lax.cond((span > 0) & (span < 1 << 16), few, many) + jnp.where(span == 0, 0, low)
+
+
+def _modulo_2_64(value: Any) -> Any:
+    return jnp.uint64(value % (1 << 64)) if isinstance(value, int) else value.astype(jnp.uint64)
 
 
 def _largest(dtype: Any) -> int:
@@ -229,14 +250,26 @@ def _infer_random_from(self: torch.Tensor, low: int, to: int | None, *_: Any) ->
     return made
 
 
-@lowering("random.to", infer=_infer_random_to)
-def random_to(self, to, *, generator):
+@lowering("random.to", ints=("to",), infer=_infer_random_to)
+def random_to(self, to, *, generator, ctx):
+    _require_bounds(ctx, self.dtype, 0, to)
     return _integers(generator, self.shape, 0, to)
 
 
-@lowering("random.from", infer=_infer_random_from)
-def random_from(self, low, to, *, generator):
-    return _integers(generator, self.shape, low, (_largest(self.dtype) + 1 if to is None else to) - low)
+@lowering("random.from", ints=("from", "to"), infer=_infer_random_from)
+def random_from(self, low, to, *, generator, ctx):
+    _require_bounds(ctx, self.dtype, low, to)
+    return _integers(generator, self.shape, low, _largest(self.dtype) + 1 if to is None else to)
+
+
+def _require_bounds(ctx: Any, dtype: Any, low: Any, to: Any) -> None:
+    if to is not None:
+        _require(ctx, low < to, "random_ expects 'from' to be less than 'to'")
+    if not jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 8:
+        least = 0 if dtype == jnp.bool_ else int(jnp.iinfo(dtype).min)
+        _require(ctx, low >= least, f"from is out of bounds for {dtype}")
+        if to is not None:
+            _require(ctx, to - 1 <= _largest(dtype), f"to - 1 is out of bounds for {dtype}")
 
 
 @lowering("randperm.generator", "randperm.generator_out")

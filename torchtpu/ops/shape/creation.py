@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -105,14 +106,20 @@ def eye(n, m=None, *, ctx):
     return jnp.eye(rows, columns, dtype=jax_dtype(dtype))
 
 
-@lowering("tril")
+@lowering("tril", ints=("diagonal",))
 def tril(self, diagonal=0):
-    return jnp.tril(self, diagonal)
+    return jnp.where(_is_below(self, diagonal), self, jnp.zeros_like(self))
 
 
-@lowering("triu")
+@lowering("triu", ints=("diagonal",))
 def triu(self, diagonal=0):
-    return jnp.triu(self, diagonal)
+    return jnp.where(_is_below(self, diagonal - 1), jnp.zeros_like(self), self)
+
+
+def _is_below(x: Any, diagonal: Any) -> Any:
+    """Where elements of matrices are on a diagonal, which may be an input of the program, or below it."""
+    rows, columns = (lax.broadcasted_iota(jnp.int32, x.shape[-2:], axis) for axis in (0, 1))
+    return columns - rows <= jnp.clip(diagonal, -(1 << 30), 1 << 30).astype(jnp.int32)
 
 
 @lowering("tril_indices")

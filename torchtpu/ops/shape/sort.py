@@ -93,8 +93,11 @@ def topk(x, k, dim=-1, largest=True, sorted=True):
     return _pick(x, index, dim), index
 
 
-@lowering("kthvalue")
-def kthvalue(x, k, dim=-1, keepdim=False):
+@lowering("kthvalue", ints=("k",))
+def kthvalue(x, k, dim=-1, keepdim=False, *, ctx):
+    if not isinstance(k, int):
+        is_there = (k >= 1) & (k <= (x.shape[dim] if x.ndim else 1))
+        ctx.check(is_there, f"kthvalue(): selected number k out of range for dimension {dim}", RuntimeError)
     return _ranked(x, dim, keepdim, lambda valid, size: k - 1)
 
 
