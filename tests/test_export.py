@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -172,3 +173,23 @@ def test_what_a_program_needs_is_warmed(tmp_path: Path) -> None:
     answer, compiled = run(*command).split()
     assert float(answer) == pytest.approx(on_cpu(torch.ones(6, 8)).sum().item(), rel=1e-5)
     assert int(compiled) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("where", ["cpu", "tpu"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_graph_traced_by_torchscript_convolves_what_it_is_given(where: str, *, needs_grad: bool) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 2, 3, stride=2), nn.ReLU()).requires_grad_(needs_grad)
+    traced = torch.jit.trace(net.to(where), torch.rand(1, 3, 8, 8, device=where))
+    saved = io.BytesIO()
+    torch.jit.save(traced, saved)
+    saved.seek(0)
+    loaded = torch.jit.load(saved, map_location="tpu")
+    x = torch.rand(2, 3, 9, 8)
+    expected, found = net.cpu()(x), loaded(x.to("tpu"))
+    torch.testing.assert_close(found.cpu(), expected)
+    if needs_grad:
+        expected.sum().backward()
+        found.sum().backward()
+        for ours, theirs in zip(loaded.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad)

@@ -1,15 +1,19 @@
-// Ops whose route is decided above the device, by the autograd state of the call.
+// Ops whose route is decided above the device, by whether the call is differentiated or traced.
 
 #include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
+#include <ATen/TracerMode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_convolution.h>
+#include <ATen/ops/convolution.h>
 #include <ATen/ops/linear_native.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include "device/gil.h"
+#include "record/unboxed.h"
 
 namespace py = pybind11;
 
@@ -82,7 +86,36 @@ at::Tensor linear(c10::DispatchKeySet keys, const at::Tensor& input, const at::T
   return stack[0].toTensor();
 }
 
+// TorchScript's tracer records no convolution, but the op that other devices' kernels call; without that, the result
+// would be a constant of the traced graph.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+                       bool is_transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  if (at::tracer::impl::is_dispatch_enabled()) {
+    const auto& context = at::globalContext();
+    return at::_convolution_symint(input, weight, bias, stride, padding, dilation, is_transposed, output_padding,
+                                   std::move(groups), context.benchmarkCuDNN(), context.deterministicCuDNN(),
+                                   context.userEnabledCuDNN(), context.allowTF32CuDNN());
+  }
+  static const RecordKernel& kernel = kernel_of("convolution");
+  Results results;
+  record(kernel, results, input, weight, bias, stride, padding, dilation, is_transposed, output_padding, groups);
+  return std::move(results[0]).toTensor();
+}
+
+at::Tensor traced_convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                              c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
+                              bool is_transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups, bool, bool,
+                              bool, bool) {
+  return at::convolution_symint(input, weight, bias, stride, padding, dilation, is_transposed, output_padding,
+                                std::move(groups));
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("linear", &linear); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("convolution", &convolution);
+  m.impl("_convolution", &traced_convolution);
+}
 
 }  // namespace
 }  // namespace torchtpu

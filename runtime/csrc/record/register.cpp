@@ -37,8 +37,8 @@ bool may_register(const c10::OperatorHandle& handle) {
          handle.hasKernelForDispatchKey(c10::DispatchKey::AutogradCPU);
 }
 
-// Ops of this backend's own (native_ops.cpp); the recorder serves them through record_copy only.
-bool is_native(const std::string& name) { return name == "copy_"; }
+// Ops with kernels of this backend's own (device/), which record them by `kernel_of`.
+bool is_native(const std::string& name) { return name == "copy_" || name == "convolution"; }
 
 using Overloads = std::unordered_map<std::string, std::vector<c10::OperatorHandle>>;
 
@@ -134,10 +134,12 @@ std::unordered_map<std::string, std::string> register_ops(const std::vector<std:
   return served;
 }
 
+const RecordKernel& kernel_of(const std::string& name) { return *kernels->at(name); }
+
 void record_copy(const at::Tensor& dst, const at::Tensor& src) {
-  static const RecordKernel* kernel = kernels->at("copy_");
+  static const RecordKernel& kernel = kernel_of("copy_");
   Results results;
-  record(*kernel, results, dst, src, false);
+  record(kernel, results, dst, src, false);
 }
 
 }  // namespace torchtpu

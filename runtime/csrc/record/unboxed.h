@@ -58,6 +58,9 @@ void record(const RecordKernel& kernel, Results& results, const Args&... args) {
   for (auto& result : stack) results.push_back(std::move(result));
 }
 
+// That of an op of the table of lowerings.
+const RecordKernel& kernel_of(const std::string& name);
+
 struct UnboxedKernel {
   c10::KernelFunction function;
   c10::impl::CppSignature signature;
