@@ -335,6 +335,45 @@ def translator(device: str) -> Lap:
     return lap
 
 
+def expressions(device: str) -> Lap:
+    """Random expressions of a vector, as symbolic regression tries them: any op follows any other."""
+    rng = random.Random(0)
+    x = torch.linspace(-2, 2, 50).to(device)
+    ones = torch.sin, torch.cos, torch.tanh, torch.abs, torch.exp, torch.square
+    pairs = torch.add, torch.sub, torch.mul, torch.maximum
+
+    def value(depth: int) -> torch.Tensor:
+        kind = rng.random()
+        if depth == 0 or kind < 0.2:
+            return x if rng.random() < 0.6 else torch.full_like(x, rng.uniform(-1, 1))
+        if kind < 0.5:
+            return rng.choice(ones)(value(depth - 1))
+        return rng.choice(pairs)(value(depth - 1), value(depth - 1))
+
+    def lap(i: int) -> None:
+        (value(4) - x**3).square().mean().item()
+
+    return lap
+
+
+def replay(device: str) -> Lap:
+    """Q-learning from a buffer on the device that fills: the bound of what is sampled grows."""
+    rows = torch.zeros(2000, 8, device=device)
+    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)).to(device)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+
+    def lap(i: int) -> None:
+        rows[i] = torch.rand(8).to(device)
+        chosen = rows[torch.randint(0, i + 1, (32,), device=device)]
+        loss = (net(chosen).max(1).values - chosen[:, 0]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return lap
+
+
 PROGRAMS: dict[str, Callable[[str], Lap]] = {
     each.__name__: each
     for each in (
@@ -355,9 +394,11 @@ PROGRAMS: dict[str, Callable[[str], Lap]] = {
         tokens,
         sequences,
         translator,
+        expressions,
+        replay,
     )
 }
-NOT_SUMMED = ("images", "signals", "tokens", "sequences", "translator")
+NOT_SUMMED = ("images", "signals", "tokens", "sequences", "translator", "expressions", "replay")
 
 
 def _cpu_time() -> float:

@@ -66,6 +66,15 @@ def exactly(engine: Engine, op: Op) -> Fragment:
     return made
 
 
+def test_a_decomposition_of_wide_matrices_says_nothing_of_tall_ones(engine: Engine) -> None:
+    ops = [op for shape in ((3, 8), (8, 144), (8, 3)) for op in recorded(_complete_qr, torch.ones(shape))]
+    assert traced_in_turn(engine, ops) == 0
+
+
+def _complete_qr(x: torch.Tensor) -> Any:
+    return torch.linalg.qr(x, mode="complete")
+
+
 def test_the_third_size_of_a_kind_is_filled_in(engine: Engine) -> None:
     def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.cumprod(x, 1).logaddexp(y)

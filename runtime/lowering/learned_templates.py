@@ -16,7 +16,7 @@ Invariant: what is filled in is to the letter what tracing gives. Sizes that nev
 that did, tracing with symbols for them shows that nothing is decided by them, but that they differ from each other and
 from the others, as they do in all ops of the kind; the text is that of sizes which no text has for another reason, and
 gives the fragments that have been traced, of other sizes than these: a number that follows from a size, and is no
-product of some, would show.
+product of some, would show. Decompositions of matrices, whose form is decided after tracing, have no template.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from .tracing import Fragment, Tracer
 
 SENTINELS = (211, 307, 401, 503, 607, 701, 809, 907, 1009, 1103, 1201, 1301, 1409, 1511, 1601, 1709)
 _LINE = 1621  # the size of arrays that have one dimension instead of theirs
+_CALL = "stablehlo.custom_call"  # of LAPACK: what is around it was decided by sizes when it was lowered, not traced
 _PLACE = re.compile(r"\[\d")  # of a dimension, or of an element
 _MOST_VARYING = 8
 _MOST_KINDS = 4096
@@ -116,6 +117,8 @@ class LearnedTemplates:
             kind.num_tried += 1
             varying = kind.varying([each for each, _, _ in members])
             sentinels = kind.sentinels(sizes, varying)
+            if any(_CALL in fragment.text for _, fragment in kind.traced):
+                continue
             if (
                 len(sentinels) == len(varying) <= _MOST_VARYING
                 and decided(self._tracer, op, entry, sizes, varying, watched) is not None
