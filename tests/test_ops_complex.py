@@ -61,3 +61,13 @@ def test_complex_numbers_of_half_precision_are_computed_on_the_cpu() -> None:
     assert beside.tolist() == [1.0] * 3
     assert torch.zeros(2, dtype=torch.complex32, device="tpu").fill_(1j).tolist() == [1j] * 2
     assert metrics.snapshot()["cpu_fallbacks"]["aten::complex"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:aten.*ran on CPU:UserWarning", "ignore:ComplexHalf:UserWarning")
+def test_parts_of_complex_half_precision_are_written() -> None:
+    x = torch.zeros(4, dtype=torch.complex32, device="tpu")
+    x[1:3].copy_(torch.tensor([1, 2j], dtype=torch.complex32))
+    x[::3].conj().copy_(torch.tensor([3j, 4], dtype=torch.complex32, device="tpu"))
+    assert x.tolist() == [-3j, 1, 2j, 4]
+    assert x.resize_(6)[:4].tolist() == [-3j, 1, 2j, 4]
+    assert torch.empty(2, 3, out=torch.zeros(1, dtype=torch.complex32, device="tpu").resize_(0)).shape == (2, 3)

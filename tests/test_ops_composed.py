@@ -25,6 +25,17 @@ IMAGES, KERNEL, TURNED = torch.randn(2, 2, 6, 7), torch.randn(3, 2, 3, 3), torch
 aten: Any = torch.ops.aten
 
 
+def by_strides(
+    x: torch.Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: int, *, transposed: bool = False
+) -> tuple[torch.Tensor, ...]:
+    channels = (x.shape[1], 2) if transposed else (2, x.shape[1])
+    weight = torch.linspace(-1, 1, math.prod((*channels, *kernel)), dtype=torch.double, device=x.device)
+    x, weight = x.detach().double().requires_grad_(), weight.view(*channels, *kernel).requires_grad_()
+    call: Any = getattr(functional, f"conv{'_transpose' if transposed else ''}{len(kernel)}d")
+    made = call(x, weight, stride=stride, padding=padding)
+    return made.detach(), *torch.autograd.grad(made.square().sum(), (x, weight))
+
+
 def gradient(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     x = x.detach().requires_grad_()
     (found,) = torch.autograd.grad(call(x).abs().sum(), x)
@@ -171,6 +182,40 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
             for padding in ("zeros", "border", "reflection")
         ),
         IMAGES,
+    ),
+    "volumes sampled at nowhere": (
+        lambda x: tuple(
+            functional.grid_sample(
+                x.view(1, 1, 2, 3, 4),
+                torch.tensor([[[[[bad, 0.4, 0.1], [0.2, bad, bad], [0.1, 0.2, -0.3]]]]], device=x.device),
+                mode,
+                align_corners=False,
+            )
+            for mode in ("bilinear", "nearest")
+            for bad in (math.nan, math.inf, -math.inf)
+        ),
+        SAMPLE,
+    ),
+    "nearest elements of signals, images and volumes": (
+        lambda x: tuple(
+            functional.interpolate(x[:n].view(1, 1, *[1] * (rank - 1), n).double(), scale_factor=scale, mode=mode)
+            for rank in (1, 2, 3)
+            for n, scale in (
+                (8, (*[1.0] * (rank - 1), 1.1)),
+                (3, (*[1.0] * (rank - 1), 2.2)),
+                (16, (*[1.0] * (rank - 1), 2.6)),
+            )
+            for mode in ("nearest", "nearest-exact")
+        ),
+        SAMPLE,
+    ),
+    "kernels of a stride": (lambda x: by_strides(x.view(1, 2, 3, 4).repeat(2, 1, 2, 2), (2, 3), (2, 3), 0), SAMPLE),
+    "kernels of a stride at a rim": (lambda x: by_strides(x.view(2, 2, 2, 3), (2, 3), (2, 3), 1), SAMPLE),
+    "kernels of two large strides": (lambda x: by_strides(x.view(1, 2, 12), (32,), (16,), 13), SAMPLE),
+    "transposed kernels of a stride": (lambda x: by_strides(x.view(2, 3, 4), (3,), (3,), 1, transposed=True), SAMPLE),
+    "transposed kernels of two large strides": (
+        lambda x: by_strides(x.view(2, 3, 4), (32,), (16,), 8, transposed=True),
+        SAMPLE,
     ),
     "add_relu": (
         lambda x: (torch._C._VariableFunctions._add_relu(x, x, alpha=2.5), aten._add_relu(x, -0.5, 2)),

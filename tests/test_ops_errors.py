@@ -624,3 +624,40 @@ def test_what_index_add_raises_depends_on_the_dimensions(index: list[int], on: s
         x = torch.zeros(shape, device=on)
         with pytest.raises(error, match=message):
             x.index_add(0, torch.tensor(index, device=on), torch.ones((1, *shape[1:]), device=on)).cpu()
+
+
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+@pytest.mark.parametrize(
+    ("dtype", "n"), [(torch.uint8, 257), (torch.int8, 129), (torch.half, 2050), (torch.float, 2**24 + 2)]
+)
+def test_permutations_that_their_dtype_does_not_hold_are_refused(dtype: torch.dtype, n: int, on: str) -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"n cannot be greater than|without overflow"):
+            torch.randperm(n, dtype=dtype, device=on)
+        with pytest.raises(RuntimeError, match=r"n cannot be greater than|without overflow"):
+            torch.randperm(n, out=torch.empty(0, dtype=dtype, device=on))
+    assert torch.randperm(n - 1, dtype=dtype, device=on).unique().numel() == n - 1
+
+
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+def test_sides_of_a_search_are_checked(on: str) -> None:
+    x = torch.arange(3.0, device=on)
+    with pytest.raises(RuntimeError, match="side can only be 'left' or 'right' but got bad"):
+        torch.searchsorted(x, x, side="bad")
+    with pytest.raises(RuntimeError, match="side and right can't be set to opposites"):
+        torch.searchsorted(x, 1.5, side="left", right=True)
+
+
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+def test_an_image_of_five_dimensions_is_not_reflected(on: str) -> None:
+    with pytest.raises(RuntimeError, match="Expected 3D or 4D"):
+        torch.ops.aten.reflection_pad2d(torch.zeros(2, 2, 5, 5, 5, device=on), (2, 2, 2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*no lowering")
+def test_a_sparse_gradient_of_bags_is_refused() -> None:
+    weight = torch.ones(5, 2, device="tpu", requires_grad=True)
+    index, offsets = torch.tensor([3, 1, 1], device="tpu"), torch.tensor([0], device="tpu")
+    made = torch.nn.functional.embedding_bag(index, weight, offsets, mode="sum", sparse=True)
+    with pytest.raises(NotImplementedError, match="sparse tensors are not supported"):
+        made.sum().backward()

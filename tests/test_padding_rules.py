@@ -181,6 +181,14 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray]]] = {
     "cond": (lambda x: lax.cond(x.sum() > 0, lambda x: x * 2, lambda x: jnp.cumsum(x, 0), x), [floats(5, 4)]),
     "cholesky": (lambda x: jnp.linalg.cholesky(x @ x.mT), [SQUARE]),
     "solve": (lambda x: lax.linalg.triangular_solve(x, x * 2, left_side=True, lower=True), [SQUARE]),
+    "solve for columns": (
+        lambda x, y: lax.linalg.triangular_solve(x + 9 * jnp.eye(4), y, left_side=True),
+        [floats(3, 4, 4), floats(3, 4, 5)],
+    ),
+    "solve for rows": (
+        lambda x, y: lax.linalg.triangular_solve(x + 9 * jnp.eye(4), y, transpose_a=True),
+        [floats(3, 4, 4), floats(3, 5, 4)],
+    ),
     "qr": (jnp.linalg.qr, [SQUARE]),
     "lu": (lax.linalg.lu, [SQUARE]),
     "pivots": (lambda x: lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(x)[1], x.shape[-1]), [SQUARE]),
@@ -203,7 +211,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[np.ndarray]]] = {
 
 # What a rule does not know: sizes that are not to change there.
 REFUSED = {
-    ("cholesky", 4), ("solve", 4), ("qr", 4), ("lu", 4), ("pivots", 4), ("reflectors", 4), ("fft", 4),
+    ("cholesky", 4), ("solve", 4), ("solve for columns", 4), ("solve for rows", 4),
+    ("qr", 4), ("lu", 4), ("pivots", 4), ("reflectors", 4), ("fft", 4),
     ("convolution of groups", 4), ("convolution backward", 3), ("random bits", 4),
 }  # fmt: skip
 
@@ -256,6 +265,8 @@ def test_comparisons_that_sizes_decide_are_noted_and_no_others() -> None:
     assert not symbols.unequal()
     symbols.trace(compare, [])
     assert set(symbols.unequal()) == {"- b + a", "a - 7", "a - 8", "a - 9"}
+    symbols.trace(lambda: [jnp.zeros(a * b)] if a * a == 2 * a + b else [], [])
+    assert "a^2 - b - 2*a" in {expression(each) for each in symbols.unequal()}
 
 
 @pytest.mark.timeout(60)

@@ -226,7 +226,7 @@ class Symbols:
             return True
         if core.is_constant_dim(made) or core.is_constant_dim(size):
             return False
-        self._taken.add(is_zero(_text(made - size)))
+        self._taken.add(is_zero(str(made - size)))
         return True
 
     def _are_equal(self, one: Any, other: Any) -> bool:
@@ -283,12 +283,8 @@ class _Undecided:
             difference = one - other
             least, most = shape_poly._bounds_decision(difference, shape_poly.BoundsPrecision.BEST)
             if least <= 0 <= most:
-                found.add(_text(difference))
+                found.add(str(difference))
         return tuple(sorted(found))
-
-
-def _text(dim: Any) -> str:
-    return str(dim).replace("^", "**")
 
 
 def _marked(dim: Any, spec: str) -> str:
@@ -1100,10 +1096,19 @@ def _of_matrices(equation: _Equation, arrays: list[Any]) -> Any:
 _RULES.update(
     dict.fromkeys(
         ("cholesky", "eig", "eigh", "geqrf", "householder_product", "hessenberg", "lu", "ormqr", "qr", "schur", "svd",
-         "triangular_solve", "tridiagonal", "tridiagonal_solve", "lu_pivots_to_permutation"),
+         "tridiagonal", "tridiagonal_solve", "lu_pivots_to_permutation"),
         _of_matrices,
     )
 )  # fmt: skip
+
+
+@_rule("triangular_solve")
+def _triangular_solve(equation: _Equation, arrays: list[Any]) -> Any:
+    """Each column of the right-hand side, or row where the unknown is on the left, is solved for by itself."""
+    place = -2 if equation.params["left_side"] else -1
+    if _changing(equation.dims(0)[-2:]) or _changing((equation.dims(1)[place],)):
+        raise Refused("triangular_solve of matrices of changing size")
+    return equation.bind(*arrays)
 
 
 @_rule("fft")

@@ -272,7 +272,25 @@ def _require_bounds(ctx: Any, dtype: Any, low: Any, to: Any) -> None:
             _require(ctx, to - 1 <= _largest(dtype), f"to - 1 is out of bounds for {dtype}")
 
 
-@lowering("randperm.generator", "randperm.generator_out")
+# Behind these, integers have gaps; PyTorch does not look at bfloat16.
+_MOST_PLACES = {
+    torch.float16: (2**11 + 1, "Half"),
+    torch.float32: (2**24 + 1, "Float"),
+    torch.float64: (2**53 + 1, "Double"),
+}
+
+
+def _infer_randperm(n: int, _generator: Any, given: torch.Tensor | torch.dtype | None, *_: Any) -> torch.Tensor:
+    dtype = (given.dtype if isinstance(given, torch.Tensor) else given) or torch.int64
+    most, name = _MOST_PLACES.get(dtype, (n, ""))
+    if n > most:
+        raise RuntimeError(f"n cannot be greater than {most} for {name} type.")
+    if not dtype.is_floating_point and n - 1 > torch.iinfo(dtype).max:
+        raise RuntimeError(f"value cannot be converted to type {dtype} without overflow")
+    return given.resize_(n) if isinstance(given, torch.Tensor) else torch.empty(n, dtype=dtype, device="meta")
+
+
+@lowering("randperm.generator", "randperm.generator_out", infer=_infer_randperm)
 def randperm(n, *, generator, **_):
     # A third key keeps equal draws in order; with 64 random bits they do not occur.
     high, low = bits(generator, (2, n))

@@ -30,6 +30,24 @@ c10::DeviceIndex index_of(std::optional<c10::Device> device) {
 
 // ---- allocation
 
+// What memory holds that nobody has written, where programs have to be deterministic: PyTorch's NaN and largest integers.
+void fill_uninitialized(const Tensor& t) {
+  if (!at::globalContext().deterministicFillUninitializedMemory() || !at::globalContext().deterministicAlgorithms() ||
+      t.numel() == 0)
+    return;
+  auto type = t.scalar_type();
+  if (at::isFloatingType(type) || at::isComplexType(type)) {
+    t.fill_(std::numeric_limits<double>::quiet_NaN());
+  } else {
+    t.fill_(type == at::kBool ? at::Scalar(true)
+                              : at::Scalar(static_cast<int64_t>(type == at::kByte    ? 255
+                                                                : type == at::kChar  ? 127
+                                                                : type == at::kShort ? 32767
+                                                                : type == at::kInt   ? INT32_MAX
+                                                                                     : INT64_MAX)));
+  }
+}
+
 Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout> layout, std::optional<c10::Device> device, std::optional<bool> pin) {
   check_running();
@@ -45,19 +63,7 @@ Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::option
   TORCH_CHECK(index < device_count(), "tpu error: invalid device ordinal ", int(index), ": there are ",
               int(device_count()), " devices");
   Tensor t = make_tensor(sizes, strides, c10::scalarTypeToTypeMeta(type), base_for(sizes, strides, type), index);
-  if (at::globalContext().deterministicFillUninitializedMemory() && at::globalContext().deterministicAlgorithms() &&
-      t.numel() > 0) {
-    if (at::isFloatingType(type) || at::isComplexType(type)) {
-      t.fill_(std::numeric_limits<double>::quiet_NaN());
-    } else {
-      t.fill_(type == at::kBool ? at::Scalar(true)
-                                : at::Scalar(static_cast<int64_t>(type == at::kByte    ? 255
-                                                                  : type == at::kChar  ? 127
-                                                                  : type == at::kShort ? 32767
-                                                                  : type == at::kInt   ? INT32_MAX
-                                                                                       : INT64_MAX)));
-    }
-  }
+  fill_uninitialized(t);
   return t;
 }
 
@@ -151,9 +157,21 @@ bool is_same_view(const Tensor& a, const Tensor& b) {
          a.strides() == b.strides() && a.dtype() == b.dtype() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
 }
 
+// XLA has no complex32: a part of a tensor is written on the host, and the whole of it uploaded again.
+void copy_complex_half(const Tensor& dst, const Tensor& src) {
+  Tensor flat = flat_view(*storage_of(dst)), host = read_to_host(flat);
+  Tensor part = host.as_strided(dst.sizes(), dst.strides(), dst.storage_offset());
+  (dst.is_conj() ? part.conj() : part).copy_(is_tpu(src) ? read_to_host(src) : src);
+  upload_whole(flat, host);
+}
+
 Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   TORCH_CHECK(self.defined() && src.defined(), "copy_: undefined tensor");
   if (self.is_same(src) || is_same_view(self, src)) return self;
+  if (is_tpu(self) && self.scalar_type() == at::kComplexHalf && self.numel() > 0 && !covers_storage(self)) {
+    copy_complex_half(self, src);
+    return self;
+  }
   if (is_tpu(self) && is_tpu(src) && self.device() == src.device()) {
     if (src.is_complex() && !self.is_complex() && self.scalar_type() != at::kBool)
       TORCH_WARN_ONCE("Casting complex values to real discards the imaginary part");
@@ -211,7 +229,11 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
   if (is_same) return self;  // PyTorch looks at the storage only where the sizes change
   auto needed = static_cast<size_t>(self.storage_offset() + self.numel()) * self.element_size();
   auto* s = storage_of(self);
-  if (self.numel() > 0 && needed > s->nbytes()) resize_storage(*s, needed);
+  if (self.numel() == 0 || needed <= s->nbytes()) return self;
+  auto before = static_cast<int64_t>(s->nbytes() / self.element_size());
+  resize_storage(*s, needed);
+  auto grown = static_cast<int64_t>(needed / self.element_size()) - before;
+  fill_uninitialized(self.as_strided({grown}, {1}, before));
   return self;
 }
 

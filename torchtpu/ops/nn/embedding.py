@@ -143,7 +143,17 @@ def embedding_bag_dense_backward(grad, indices, bag, length, maximum, num_weight
     return _into_table(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
-@lowering("_embedding_bag_backward")
+def _infer_bag_backward(grad: torch.Tensor, *rest: Any) -> torch.Tensor:
+    num_weights, sparse = rest[5], rest[8]
+    if sparse:
+        raise NotImplementedError(
+            "aten::_embedding_bag_sparse_backward: sparse tensors are not supported on tpu; use dense tensors, or move "
+            "to the CPU first"
+        )
+    return grad.new_empty((num_weights, grad.shape[1]))
+
+
+@lowering("_embedding_bag_backward", infer=_infer_bag_backward)
 def embedding_bag_backward(grad, indices, offsets, bag, length, maximum, num_weights, scale_grad_by_freq, mode, sparse,
                            per_sample_weights, padding_idx=-1):  # fmt: skip
     bag = bag if bag.size else _bag_of(offsets, indices.shape[0])

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from torchtpu.ops.registry import jax, jnp, lax, lowering, opmath
 from torchtpu.ops.sizes import as_number, is_known, transpose
 
@@ -58,7 +60,14 @@ def _mirrored_backward(grad: Any, x: Any, padding: Sequence[int], mode: str) -> 
     return transpose(lambda y: _mirrored(y, padding, mode), inner, grad)
 
 
-@lowering("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
+def _infer_reflection_pad2d(x: torch.Tensor, padding: Sequence[int]) -> torch.Tensor:
+    if x.dim() not in (3, 4):  # PyTorch's meta function takes more
+        raise RuntimeError(f"Expected 3D or 4D (batch mode) tensor for input, but got {list(x.shape)}")
+    return torch.ops.aten.reflection_pad2d(x, padding)
+
+
+@lowering("reflection_pad2d", infer=_infer_reflection_pad2d)
+@lowering("reflection_pad1d", "reflection_pad3d")
 def reflection_pad(x, padding):
     return _mirrored(x, padding, "reflect")
 

@@ -160,7 +160,24 @@ def mode(x, dim=-1, keepdim=False):
 # Positions in sequences
 
 
-@lowering("searchsorted.Tensor", "searchsorted.Scalar")
+def _infer_searchsorted(
+    sequence: torch.Tensor,
+    x: Any,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if side not in (None, "left", "right"):
+        raise RuntimeError(f"torch.searchsorted(): side can only be 'left' or 'right' but got {side}")
+    if right and side == "left":
+        raise RuntimeError(
+            "torch.searchsorted(): side and right can't be set to opposites, got side of left while right was True"
+        )
+    return torch.searchsorted(sequence, x, out_int32=out_int32, right=right, side=side, sorter=sorter)
+
+
+@lowering("searchsorted.Tensor", "searchsorted.Scalar", infer=_infer_searchsorted)
 def searchsorted(sequence, x, *, out_int32=False, right=False, side=None, sorter=None, ctx):
     if sorter is not None:
         ok = (sorter >= 0) & (sorter < sequence.shape[-1])

@@ -22,6 +22,7 @@ _SMALL_IMAGE = 64
 _MOST_TAPS = 49
 _MOST_SHIFTS = 99  # unrolled; a gradient of 9 x 9 then compiles for 3 s, one of 17 x 17 took 11 s
 _MOST_SPLITS = 32
+_LARGE_STRIDE = 16
 
 
 class _Window(NamedTuple):
@@ -57,6 +58,8 @@ def _convolve_on_cpu(x: Any, weight: Any, window: _Window, groups: int, ctx: Any
         return jnp.concatenate([_convolve_on_cpu(part, kernel, window, 1, ctx) for part, kernel in parts], 1)
     taps = math.prod(weight.shape[2:])
     space = _output_space(x, weight, window)
+    if groups == 1 and _is_of_blocks(x, weight, window):
+        return _blocks(x, weight, window, ctx)
     has_few = isinstance(taps, int) and 1 < taps <= _MOST_TAPS
     small = has_few and is_known(*space) and math.prod(space) <= _SMALL_IMAGE
     if groups > 1 or small:
@@ -109,6 +112,46 @@ def _patches_dot(x: Any, weight: Any, window: _Window, groups: int) -> Any:
         kernels = weight.reshape(groups, outputs // groups, depth)
         made = lax.dot_general(kernels, patches, (((2,), (2,)), ((0,), (1,))))
     return made.reshape(outputs, batch, *space).swapaxes(0, 1)
+
+
+def _is_of_blocks(x: Any, weight: Any, window: _Window) -> bool:
+    """Whether the kernel is a block of the stride's size, as where an image is cut into patches, or several large ones.
+
+    With smaller strides XLA:CPU's own convolution of several blocks is the faster one.
+    """
+    kernel, stride = tuple(weight.shape[2:]), window.stride
+    if not is_known(*kernel) or any(k < s for k, s in zip(kernel, stride, strict=True)):
+        return False
+    if set(window.dilation) != {1} or math.prod(stride) == 1 or not is_known(*x.shape):
+        return False
+    return kernel == stride or (
+        max(stride) >= _LARGE_STRIDE and all(k % s == 0 for k, s in zip(kernel, stride, strict=True))
+    )
+
+
+def _blocks(x: Any, weight: Any, window: _Window, ctx: Any) -> Any:
+    """A convolution without strides of an image whose channels are the pixels of a block.
+
+    Its gradient is one of images, where that of strides looks for a pixel among as many zeros as a block has pixels.
+    """
+    space, rank = _output_space(x, weight, window), x.ndim - 2
+    reach = [k // s for k, s in zip(weight.shape[2:], window.stride, strict=True)]
+    counts = [n + m - 1 for n, m in zip(space, reach, strict=True)]
+    sizes = zip(x.shape[2:], counts, window.stride, window.padding, strict=True)
+    rims = [(low, n * s - length - low, 0) for length, n, s, (low, _) in sizes]
+    padded = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *rims])
+    image, kernel = (_into_blocks(a, n, window.stride) for a, n in ((padded, counts), (weight, reach)))
+    if max(reach) == 1:
+        made = lax.dot_general(kernel.reshape(len(kernel), -1), image, (((1,), (1,)), ((), ())))
+        return made.swapaxes(0, 1)
+    return _convolve_on_cpu(image, kernel, _Window((1,) * rank, ((0, 0),) * rank, (1,) * rank), 1, ctx)
+
+
+def _into_blocks(x: Any, counts: Any, stride: tuple[int, ...]) -> Any:
+    """(first, channels, *space) with space = counts * stride as (first, channels * block, *counts)."""
+    split = x.reshape(*x.shape[:2], *itertools.chain(*zip(counts, stride, strict=True)))
+    order = (0, 1, *range(3, split.ndim, 2), *range(2, split.ndim, 2))
+    return split.transpose(order).reshape(x.shape[0], -1, *counts)
 
 
 def _depthwise(x: Any, weight: Any, window: _Window) -> Any:

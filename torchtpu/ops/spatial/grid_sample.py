@@ -68,6 +68,8 @@ def _sample(x: Any, grid: Any, mode: int, padding_mode: int, align_corners: bool
     for i, size in enumerate(space):  # the grid's last dimension runs x, y, z
         at = points[:, :, len(space) - 1 - i]
         places.append((at + 1) / 2 * (size - 1) if align_corners else (_rounded(at, (at + 1) * size) - 1) / 2)
+    if len(space) == 3:  # PyTorch's kernel for volumes looks at corners inside alone, that for images multiplies with 0
+        places = [jnp.where(jnp.isfinite(place), place, -2) if padding_mode == 0 else place for place in places]
     pad = functools.partial(_padded, padding_mode=padding_mode, align_corners=align_corners)
     if mode != 2:
         places = [pad(place, size) for place, size in zip(places, space, strict=True)]

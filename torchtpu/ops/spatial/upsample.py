@@ -99,7 +99,7 @@ def _apply_to_bytes(x: Any, axis: int, table: _Table) -> Any:
     return jnp.clip(made >> bits, 0, 255).astype(jnp.uint8)
 
 
-# PyTorch computes positions in `real`, float64 for float64 and bytes; the nearest ones always in float32.
+# PyTorch computes positions in `real`, float64 for float64 and bytes; the nearest pixels always in float32.
 
 
 def _ratio(length: int, count: int, scale: Any, real: Any = np.float32) -> Any:
@@ -107,6 +107,7 @@ def _ratio(length: int, count: int, scale: Any, real: Any = np.float32) -> Any:
 
 
 def _nearest(shift: float, length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
+    """The nearest pixels as PyTorch's kernel for images finds them, and those of all gradients."""
     xp = np if is_known(length, count) else jnp
     out = xp.arange(count, dtype=np.int32)
     source = xp.floor((out.astype(np.float32) + np.float32(shift)) * _ratio(length, count, scale))
@@ -114,6 +115,16 @@ def _nearest(shift: float, length: int, count: int, align_corners: bool, scale: 
     if scale is not None and shift == 0:  # PyTorch takes its two usual cases from the sizes
         lengths, counts = as_number(length, np.int32), as_number(count, np.int32)
         index = xp.where(counts == lengths, out, xp.where(counts == 2 * lengths, out >> 1, index))
+    return _Table(index[:, None], xp.ones((count, 1)))
+
+
+def _nearest_position(shift: float, length: int, count: int, align_corners: bool, scale: Any, real: Any) -> _Table:
+    """The nearest elements as PyTorch's kernel for signals and volumes finds them, by the position between elements."""
+    xp = np if is_known(length, count) else jnp
+    out = xp.arange(count, dtype=np.int32).astype(np.float64) + shift
+    position = (out * _ratio(length, count, scale, real) - shift).astype(real)  # rounded once
+    source = xp.floor((xp.maximum(position, real(0)) + real(shift)).astype(np.float32))
+    index = xp.minimum(source, as_number(length - 1, np.float32)).astype(np.int32)
     return _Table(index[:, None], xp.ones((count, 1)))
 
 
@@ -214,18 +225,26 @@ def _lanczos(distance: Array) -> Array:
     return np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0)
 
 
-_MODES: dict[str, tuple[tuple[int, ...], bool, Callable[..., _Table]]] = {
-    # name without rank -> (ranks, whether it takes align_corners, table)
-    "upsample_nearest": ((1, 2, 3), False, functools.partial(_nearest, 0.0)),
-    "_upsample_nearest_exact": ((1, 2, 3), False, functools.partial(_nearest, 0.5)),
-    "upsample_linear": ((1,), True, _linear),
-    "upsample_bilinear": ((2,), True, _linear),
-    "upsample_trilinear": ((3,), True, _linear),
-    "upsample_bicubic": ((2,), True, _cubic),
-    "_upsample_bilinear2d_aa": ((2,), True, functools.partial(_antialiased, _triangle, 1.0)),
-    "_upsample_bicubic2d_aa": ((2,), True, functools.partial(_antialiased, lambda d: _cubic_weight(d, -0.5), 2.0)),
-    "_upsample_lanczos2d_aa": ((2,), True, functools.partial(_antialiased, _lanczos, 3.0)),
-}
+_position, _position_exact = (functools.partial(_nearest_position, shift) for shift in (0.0, 0.5))
+_pixel, _pixel_exact = (functools.partial(_nearest, shift) for shift in (0.0, 0.5))
+_bilinear_aa = functools.partial(_antialiased, _triangle, 1.0)
+_bicubic_aa = functools.partial(_antialiased, lambda d: _cubic_weight(d, -0.5), 2.0)
+_lanczos_aa = functools.partial(_antialiased, _lanczos, 3.0)
+
+_MODES: tuple[tuple[str, tuple[int, ...], bool, Callable[..., _Table], Callable[..., _Table]], ...] = (
+    # name without rank, ranks, whether it takes align_corners, table, table of the gradient
+    ("upsample_nearest", (2,), False, _pixel, _pixel),
+    ("upsample_nearest", (1, 3), False, _position, _pixel),
+    ("_upsample_nearest_exact", (2,), False, _pixel_exact, _pixel_exact),
+    ("_upsample_nearest_exact", (1, 3), False, _position_exact, _pixel_exact),
+    ("upsample_linear", (1,), True, _linear, _linear),
+    ("upsample_bilinear", (2,), True, _linear, _linear),
+    ("upsample_trilinear", (3,), True, _linear, _linear),
+    ("upsample_bicubic", (2,), True, _cubic, _cubic),
+    ("_upsample_bilinear2d_aa", (2,), True, _bilinear_aa, _bilinear_aa),
+    ("_upsample_bicubic2d_aa", (2,), True, _bicubic_aa, _bicubic_aa),
+    ("_upsample_lanczos2d_aa", (2,), True, _lanczos_aa, _lanczos_aa),
+)
 
 
 def _tables(
@@ -237,7 +256,7 @@ def _tables(
     return [table(length, count, align_corners, scale, real) for length, count, scale in sizes]
 
 
-def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
+def _register(name: str, table: Callable[..., _Table], gradient: Callable[..., _Table], aligned: bool) -> None:
     def forward(self: Any, output_size: Any, *rest: Any) -> Any:
         made = self
         tables = _tables(table, self.dtype, self.shape, output_size, rest, aligned)
@@ -256,8 +275,8 @@ def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
 
     def backward(grad_output: Any, output_size: Any, input_size: Any, *rest: Any) -> Any:
         made = opmath(grad_output)
-        tables = _tables(table, grad_output.dtype, input_size, output_size, rest, aligned)
-        if table is _cubic:  # PyTorch's gradient copies where all sizes are the same
+        tables = _tables(gradient, grad_output.dtype, input_size, output_size, rest, aligned)
+        if gradient is _cubic:  # PyTorch's gradient copies where all sizes are the same
             pairs = list(zip(input_size[-len(output_size) :], output_size, strict=True))
             is_copied = math.prod(as_number(one, np.int32) == as_number(other, np.int32) for one, other in pairs)
             tables = [_copying(t, is_copied, count) for t, count in zip(tables, output_size, strict=True)]
@@ -275,6 +294,6 @@ def _register(name: str, table: Callable[..., _Table], aligned: bool) -> None:
     lowering(f"{name}_backward", structural=_SCALES)(backward)
 
 
-for _name, (_ranks, _aligned, _table) in _MODES.items():
+for _name, _ranks, _aligned, _table, _gradient in _MODES:
     for _rank in _ranks:
-        _register(_name if _name.endswith("_aa") else f"{_name}{_NAMES[_rank - 1]}", _table, _aligned)
+        _register(_name if _name.endswith("_aa") else f"{_name}{_NAMES[_rank - 1]}", _table, _gradient, _aligned)
