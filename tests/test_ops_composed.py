@@ -532,3 +532,13 @@ def test_a_bool_is_a_number_beside_numbers(name: str, dtype: torch.dtype) -> Non
                 BOOLS[name](x.to("tpu"), b)
         else:
             torch.testing.assert_close(BOOLS[name](x.to("tpu"), b).cpu(), wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool])
+def test_a_deterministic_resize_fills_what_it_adds(dtype: torch.dtype) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = [torch.zeros(2, 3, dtype=dtype, device=on)[1:].resize_(2, 4).cpu() for on in ("cpu", "tpu")]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(made[1], made[0], equal_nan=True)

