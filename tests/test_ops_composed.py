@@ -211,6 +211,7 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     ),
     "kernels of a stride": (lambda x: by_strides(x.view(1, 2, 3, 4).repeat(2, 1, 2, 2), (2, 3), (2, 3), 0), SAMPLE),
     "kernels of a stride at a rim": (lambda x: by_strides(x.view(2, 2, 2, 3), (2, 3), (2, 3), 1), SAMPLE),
+    "kernels of a stride over nothing": (lambda x: by_strides(x[:0].view(0, 2, 4, 6), (2, 3), (2, 3), 0), SAMPLE),
     "kernels of two large strides": (lambda x: by_strides(x.view(1, 2, 12), (32,), (16,), 13), SAMPLE),
     "transposed kernels of a stride": (lambda x: by_strides(x.view(2, 3, 4), (3,), (3,), 1, transposed=True), SAMPLE),
     "transposed kernels of two large strides": (

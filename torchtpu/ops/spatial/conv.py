@@ -142,7 +142,7 @@ def _blocks(x: Any, weight: Any, window: _Window, ctx: Any) -> Any:
     padded = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *rims])
     image, kernel = (_into_blocks(a, n, window.stride) for a, n in ((padded, counts), (weight, reach)))
     if max(reach) == 1:
-        made = lax.dot_general(kernel.reshape(len(kernel), -1), image, (((1,), (1,)), ((), ())))
+        made = lax.dot_general(kernel.reshape(kernel.shape[:2]), image, (((1,), (1,)), ((), ())))
         return made.swapaxes(0, 1)
     return _convolve_on_cpu(image, kernel, _Window((1,) * rank, ((0, 0),) * rank, (1,) * rank), 1, ctx)
 
@@ -151,7 +151,7 @@ def _into_blocks(x: Any, counts: Any, stride: tuple[int, ...]) -> Any:
     """(first, channels, *space) with space = counts * stride as (first, channels * block, *counts)."""
     split = x.reshape(*x.shape[:2], *itertools.chain(*zip(counts, stride, strict=True)))
     order = (0, 1, *range(3, split.ndim, 2), *range(2, split.ndim, 2))
-    return split.transpose(order).reshape(x.shape[0], -1, *counts)
+    return split.transpose(order).reshape(x.shape[0], x.shape[1] * math.prod(stride), *counts)
 
 
 def _depthwise(x: Any, weight: Any, window: _Window) -> Any:
