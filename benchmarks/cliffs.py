@@ -141,6 +141,8 @@ def make_cases() -> dict[str, Case]:
         "3x3, 512 channels, 2x2": (512, 512, 2, 3, 1, 1),
         "3x3 stride 2, 64 to 128 channels, 16x16": (64, 128, 16, 3, 2, 1),
         "1x1 stride 2, 64 to 128 channels, 16x16": (64, 128, 16, 1, 2, 0),
+        "8x8 stride 8, 32 channels, 56x56": (32, 32, 56, 8, 8, 0),
+        "16x16 stride 16, 3 to 192 channels, 224x224": (3, 192, 224, 16, 16, 0),
     }
     for name, (inputs, outputs, side, kernel, stride, padding) in shapes.items():
         arguments = normal(8, inputs, side, side), normal(outputs, inputs, kernel, kernel)

@@ -30,12 +30,12 @@ c10::DeviceIndex index_of(std::optional<c10::Device> device) {
 
 // ---- allocation
 
-// What memory holds that nobody has written, where programs have to be deterministic: PyTorch's NaN and largest
-// integers.
+bool fills_uninitialized() {
+  return at::globalContext().deterministicFillUninitializedMemory() && at::globalContext().deterministicAlgorithms();
+}
+
+// With what PyTorch fills memory that nobody has written where programs have to be deterministic.
 void fill_uninitialized(const Tensor& t) {
-  if (!at::globalContext().deterministicFillUninitializedMemory() || !at::globalContext().deterministicAlgorithms() ||
-      t.numel() == 0)
-    return;
   auto type = t.scalar_type();
   if (at::isFloatingType(type) || at::isComplexType(type)) {
     t.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -64,7 +64,7 @@ Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::option
   TORCH_CHECK(index < device_count(), "tpu error: invalid device ordinal ", int(index), ": there are ",
               int(device_count()), " devices");
   Tensor t = make_tensor(sizes, strides, c10::scalarTypeToTypeMeta(type), base_for(sizes, strides, type), index);
-  fill_uninitialized(t);
+  if (fills_uninitialized() && t.numel() > 0) fill_uninitialized(t);
   return t;
 }
 
@@ -233,8 +233,10 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
   if (self.numel() == 0 || needed <= s->nbytes()) return self;
   auto before = static_cast<int64_t>(s->nbytes() / self.element_size());
   resize_storage(*s, needed);
-  auto grown = static_cast<int64_t>(needed / self.element_size()) - before;
-  fill_uninitialized(self.as_strided({grown}, {1}, before));
+  if (fills_uninitialized()) {
+    auto grown = static_cast<int64_t>(needed / self.element_size()) - before;
+    fill_uninitialized(self.as_strided({grown}, {1}, before));
+  }
   return self;
 }
 
