@@ -14,7 +14,8 @@ built_torch_version: str
 class Plan:
     """A program to compile; answered once by `ready` or `failed`, from any thread.
 
-    `regions`, known ones too, had ended on its line by then. `nearest` says, under policy frozen, which known region
+    `regions`, known ones too, had ended on its line by then. `is_loop` says whether most of its ops are laps of one
+    loop. `nearest` says, under policy frozen, which known region
     has most in common with it and where they part.
     """
 
@@ -26,6 +27,8 @@ class Plan:
     def line(self) -> str: ...
     @property
     def regions(self) -> int: ...
+    @property
+    def is_loop(self) -> bool: ...
     @property
     def nearest(self) -> str: ...
     @property

@@ -251,7 +251,7 @@ class Engine:
         with self.counters.bailouts.attempt("note of sizes", program.line):
             self._layouts.note(program)
         try:
-            pieces = self._variants.known_pieces(program, device, plan.regions)
+            pieces = self._variants.known_pieces(program, device, plan.regions, is_loop=plan.is_loop)
         except Exception as error:  # noqa: BLE001 -- as below
             pieces = []
             failed.append(("pieces", error))

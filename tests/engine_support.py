@@ -76,6 +76,7 @@ class Plan:
         self.nearest = ""
         self.before = None
         self.regions = 1
+        self.is_loop = False
         self.executable: Any = None
         self.error: Any = None
         self._done = threading.Event()

@@ -304,3 +304,39 @@ def test_streams_of_ever_other_lengths_and_sizes_need_no_other_programs_in_the_n
     then = run_script(DECODER, TORCHTPU_CACHE_DIR=str(tmp_path), TORCHTPU_POLICY=policy)
     assert then.status == 0, then.err
     assert (then.out, texts(tmp_path)) == (first.out, programs)
+
+
+class Descent:
+    """Steps of gradient descent by hand, which nothing ends but a read of the loss."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4)).to(device)
+        self.net, self.weights = net, list(net.parameters())
+        self.x, self.y = torch.randn(8, 16).to(device), torch.randn(8, 4).to(device)
+
+    def run(self, count: int) -> float:
+        for _ in range(count):
+            loss = (self.net(self.x) - self.y).square().mean()
+            gradients = torch.autograd.grad(loss, self.weights)
+            with torch.no_grad():
+                for weight, gradient in zip(self.weights, gradients, strict=True):
+                    weight.add_(gradient, alpha=-0.05)
+        return loss.item()
+
+
+def test_laps_that_are_read_now_and_then_are_the_same_programs_however_many_they_are() -> None:
+    """A read among laps that went on the last time ends the region, whose laps have programs, and computes no lap
+    twice; so does a cap, however many laps it lets pass."""
+    counts = [1, 12, 5, 20, 3, 7, 40, 4, 1, 9, 30]
+    expected = [Descent("cpu").run(sum(counts[: n + 1])) for n in range(len(counts))]
+    loop = Descent("tpu")
+    begun = metrics.snapshot()
+    with config.using(max_region_ops=400):
+        found = [loop.run(count) for count in counts[:5]]
+        before = metrics.snapshot()
+        found += [loop.run(count) for count in counts[5:]]
+    now = metrics.snapshot()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert now["subgraphs"] == begun["subgraphs"]
+    assert now["programs_compiled"] == before["programs_compiled"]

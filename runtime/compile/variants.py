@@ -142,13 +142,14 @@ class VariantBuilder:
         self._losses: WeakKeyDictionary[PaddedForm, Losses] = WeakKeyDictionary()
         self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
 
-    def known_pieces(self, program: Program, device: int, regions: int) -> list[Piece]:
+    def known_pieces(self, program: Program, device: int, regions: int, *, is_loop: bool) -> list[Piece]:
         """The pieces of a region that is not looked at as a whole: new regions keep ending on its line, where so many
-        have ended, and it is made of what others were made of, for the most part. None where that is not so."""
+        have ended, and it is made of what others were made of, for the most part. None where that is not so, or where
+        it is laps of a loop, which may have a program already."""
         first, visits, is_forced = self.first_tier(), self.stock.visit(program.line), self.knob("tiers") == "pieces"
         self.stock.note_regions(program.line, regions)
         is_often_new = first is not None and self._is_often_new(first, program.line, visits)
-        if first is None or not (is_often_new or is_forced):
+        if first is None or not (is_often_new or is_forced) or (is_loop and not is_forced):
             return []
         if not first.may_divide(program, is_often_new=True):
             return []

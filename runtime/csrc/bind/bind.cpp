@@ -14,6 +14,7 @@
 #include "launch/read.h"
 #include "launch/signals.h"
 #include "record/inference_cache.h"
+#include "region/loop.h"
 #include "region/pieces.h"
 #include "region/program.h"
 #include "region/replay.h"
@@ -226,6 +227,7 @@ void bind_engine_types(py::module& m) {
       .def_property_readonly("device", [](const Plan& p) { return static_cast<int>(p.device); })
       .def_property_readonly("line", [](const Plan& p) { return p.line; })
       .def_property_readonly("regions", [](const Plan& p) { return p.regions; })
+      .def_property_readonly("is_loop", [](const Plan& p) { return is_loop(path_to(p.node)); })
       .def_property_readonly("nearest", [](const Plan& p) { return p.nearest; })
       .def_property_readonly("run", [](const Plan& p) { return describe_run(p, p.entry.get(), p.line); })
       .def("ready", [](Plan& p, py::object executable) { plan_ready(p, executable.ptr()); })

@@ -1,6 +1,8 @@
 // New nodes of the trie, and their hashes: equal in every process, and for every place in the region at which a loop's
 // op is met.
 
+#include <algorithm>
+
 #include "record/recorder.h"
 #include "record/trie.h"
 
@@ -91,6 +93,13 @@ int64_t bytes_made(const Node& node) {
 }
 
 }  // namespace
+
+std::vector<const Node*> path_to(const Node* node) {
+  std::vector<const Node*> path;
+  for (; node->info; node = node->parent) path.push_back(node);
+  std::reverse(path.begin(), path.end());
+  return path;
+}
 
 Node* add_node(Trie& trie, Node& parent, std::unique_ptr<Node> node, int32_t next_value) {
   node->parent = &parent;

@@ -167,6 +167,9 @@ inline Reads& reads_of(Node& node) {
   return *node.reads;
 }
 
+// The ops from the root to `node`, with it.
+std::vector<const Node*> path_to(const Node* node);
+
 struct Trie;
 
 // A node that the trie does not forget, nor the path to it, as long as this lives.  Made under state_lock; a thread

@@ -212,11 +212,10 @@ class Converter {
 
 py::object make_program(const Node* node, const std::vector<BaseRef>& inputs, const std::vector<int32_t>& outputs,
                         const std::vector<uint8_t>& donated, const std::string& line) {
-  std::vector<const Node*> path;
-  for (; node->info; node = node->parent) path.push_back(node);
+  const std::vector<const Node*> path = path_to(node);
   Converter converter;
   py::tuple ops(path.size()), bases(inputs.size());
-  for (size_t i = 0; i < path.size(); i++) ops[i] = converter.convert(path[path.size() - 1 - i]);
+  for (size_t i = 0; i < path.size(); i++) ops[i] = converter.convert(path[i]);
   for (size_t i = 0; i < inputs.size(); i++) bases[i] = converter.base(inputs[i].get());
   std::vector<int> taken;
   for (size_t i = 0; i < donated.size(); i++) {

@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <map>
 
 #include "bind/bridge.h"
 #include "launch/queue.h"
+#include "region/loop.h"
 
 namespace torchtpu {
 
@@ -102,9 +102,7 @@ namespace {
 void cut_after(Recorder& r, const std::vector<Node*>& ends, const char* reason, const std::string& line) {
   note_end(*r.trie, *r.at);
   r.trie->walks++;
-  std::vector<const Node*> path;
-  for (const Node* node = r.at; node->info; node = node->parent) path.push_back(node);
-  std::reverse(path.begin(), path.end());
+  const std::vector<const Node*> path = path_to(r.at);
   const std::vector<BufferRef> inputs = r.inputs;
   const std::vector<double> floats = r.floats;
   const std::vector<int64_t> ints = r.ints;
@@ -178,7 +176,8 @@ void cut_at_cap(Recorder& r, const char* reason) {
   std::string line = current_line();
   {
     StateGuard guard(state_lock);
-    Node* end = r.at->best;
+    Node* end = end_of_laps(r.at);
+    if (!end) end = r.at->best;
     if (end && end != r.at) {
       cut_after(r, {end}, reason, line);
     } else {
@@ -317,36 +316,6 @@ std::vector<Node*> ends_of_same_calls(Node* now, const Node* before) {
 
 // ---- laps of a loop that never reads
 
-constexpr int32_t kFewestLaps = 3;
-constexpr size_t kMostPeriods = 8;  // that are tried
-
-// What laps of one loop have in common at an op: its name, and the region's inputs that it takes. Layers of a network
-// take weights of their own.
-uint64_t kind_of(const Node& node) {
-  uint64_t hash = std::hash<const void*>()(node.info);
-  for (const auto& key : node.args) {
-    hash = hash * 31 + key.tensors.size();
-    for (const auto& t : key.tensors) hash = hash * 0x100000001b3ull + static_cast<uint64_t>(std::min(t.value, 0));
-  }
-  return hash;
-}
-
-// Whether an op does what another one did a lap before: with the same inputs, with what was made as long before, or
-// with what was made before the loop.
-bool is_lap_later(const Node& now, const Node& then) {
-  if (now.info != then.info || now.settings != then.settings || now.info->runs_once) return false;
-  int32_t made = now.parent->next_value - then.parent->next_value;
-  if (now.next_value - then.next_value != made) return false;
-  for (size_t i = 0; i < now.args.size(); i++) {
-    const auto &a = now.args[i].tensors, &b = then.args[i].tensors;
-    if (a.size() != b.size()) return false;
-    for (size_t e = 0; e < a.size(); e++) {
-      if (a[e].value != b[e].value && (a[e].value < 0 || a[e].value - b[e].value != made)) return false;
-    }
-  }
-  return true;
-}
-
 bool has_other_results(const Node& a, const Node& b) {
   for (size_t i = 0; i < a.returns.size(); i++) {
     for (size_t e = 0; e < a.returns[i].tensors.size() && e < b.returns[i].tensors.size(); e++) {
@@ -356,40 +325,13 @@ bool has_other_results(const Node& a, const Node& b) {
   return false;
 }
 
-// The ops [begin, end) of a path are laps of `period` ops.
-struct Laps {
-  size_t begin = 0, end = 0, period = 0;
-};
-
-Laps find_laps(const std::vector<Node*>& path) {
-  std::unordered_map<uint64_t, size_t> places;
-  std::map<size_t, size_t> counts;  // of the distances between ops of one kind
-  for (size_t i = 0; i < path.size(); i++) {
-    auto [it, is_first] = places.try_emplace(kind_of(*path[i]), i);
-    if (!is_first) counts[i - std::exchange(it->second, i)]++;
-  }
-  std::vector<std::pair<size_t, size_t>> periods(counts.begin(), counts.end());
-  std::stable_sort(periods.begin(), periods.end(), [](const auto& a, const auto& b) { return a.second > b.second; });
-  periods.resize(std::min(periods.size(), kMostPeriods));
-  Laps found;
-  for (auto [period, count] : periods) {
-    for (size_t i = period, begin = period; i <= path.size(); i++) {
-      if (i < path.size() && is_lap_later(*path[i], *path[i - period])) continue;
-      bool is_longer = i - begin + period > found.end - found.begin;
-      if (i - begin >= (kFewestLaps - 1) * period && is_longer) found = {begin - period, i, period};
-      begin = i + 1;
-    }
-  }
-  return found;
-}
-
 // The ends of the laps of a loop whose shapes change from lap to lap; none where there is none, or where what one lap
 // makes is read by ever more of the later ones.
 std::vector<Node*> ends_of_laps(Node* now) {
   std::vector<Node*> path;
   for (Node* node = now; node->info; node = node->parent) path.push_back(node);
   std::reverse(path.begin(), path.end());
-  Laps laps = find_laps(path);
+  Laps laps = find_laps({path.begin(), path.end()}, 3);
   size_t length = laps.end - laps.begin;
   if (laps.period < kFewestOpsOfRun || length * 2 < path.size() || length / laps.period > kMostParts) return {};
   size_t changes = 0;

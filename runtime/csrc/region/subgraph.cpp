@@ -12,6 +12,7 @@
 
 #include "bind/bridge.h"
 #include "launch/queue.h"
+#include "region/loop.h"
 #include "region/split.h"
 
 namespace torchtpu {
@@ -27,14 +28,6 @@ constexpr int kCheapness =
     8;  // a subgraph is cheap where this many times its ops were recorded since the last read here
 constexpr int64_t kFewestNewPlans = 8;
 constexpr int kMostOverBudget = 2;  // over budget at one place, before the region is cut there
-
-// From the root, without it.
-std::vector<const Node*> path_to(const Node* node) {
-  std::vector<const Node*> path;
-  for (; node->info; node = node->parent) path.push_back(node);
-  std::reverse(path.begin(), path.end());
-  return path;
-}
 
 // The last node that an earlier region passed through and went on from: r.at, or the one where a speculative tail
 // began.
@@ -263,7 +256,9 @@ BufferRef read_beside(Recorder& r, int32_t value, bool is_owner, const std::stri
   const Node* fork = r.at;
   if (is_owner) {
     fork = keeps_being_new(r, line) ? nullptr : find_trunk(r);
-    if (!fork || !fork->info || static_cast<int32_t>(hot_path_of(fork).size()) < kFewestOps) return {};
+    if (!fork || !fork->info) return {};
+    auto hot_path = hot_path_of(fork);
+    if (static_cast<int32_t>(hot_path.size()) < kFewestOps || (!is_exact() && is_loop(hot_path))) return {};
   }
   auto places = ops_for(path, value);
   if (has_effects(path, places) || (is_owner && is_too_dear(r, places.size()))) return {};
