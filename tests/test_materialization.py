@@ -12,6 +12,7 @@ from engine_support import TABLE, compile_, make_engine, text_of
 from record_support import Record
 from torch import nn
 
+from torchtpu import config
 from torchtpu.ops.registry import Lowering
 from torchtpu.runtime.engine import Engine
 from torchtpu.runtime.ir.program import Program
@@ -104,3 +105,18 @@ def gradients(device: str) -> list[torch.Tensor]:
 def test_what_is_compared_with_its_largest_element_has_the_same_bits() -> None:
     for found, expected in zip(gradients("tpu"), gradients("cpu"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_versions_that_stand_where_a_check_fails_are_not_multiplied(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each gradient that is added to a table takes the table twice: with it, and as it is where an index was bad."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(3, 512, 2, generator=generator)
+    places = [torch.randint(0, 512, (64,), generator=generator) for _ in range(12)]
+    found = []
+    with config.using(log=("stablehlo",)):
+        for device in ("cpu", "tpu"):
+            rows = table.to(device).detach().requires_grad_()
+            sum(rows[i % 3][place.to(device)].square().sum() for i, place in enumerate(places)).backward()
+            found.append(rows.grad.cpu())
+    torch.testing.assert_close(found[1], found[0])
+    assert capsys.readouterr().err.count("call @store_tensor_3x512x2xf32_") >= 4

@@ -87,11 +87,12 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     waits: dict[int, int] = {}
     with fragments.bailouts.attempt("repetitions", program.line):
         waits = repeated(live, fragments.repeats)
+    shields = _find_shields(live, program.outputs)
     boundaries: set[int] = set()
     with fragments.bailouts.attempt("boundaries", program.line):
-        boundaries = find_boundaries(live, program.outputs, fragments.platform)
+        boundaries = find_boundaries(live, program.outputs, fragments.platform, shields)
     divided = find_divided(live) - boundaries
-    writer = _Writer(program, is_flat, boundaries, divided, _find_shields(live, program.outputs))
+    writer = _Writer(program, is_flat, boundaries, divided, shields)
     for place, call in enumerate(live):
         writer.add(call, waits.get(place))
     return writer.finish()
@@ -132,6 +133,12 @@ class _EmittedCall:
     def read(self) -> set[int]:
         """The values that it takes, those of which a part stays included."""
         return {value for value in (*self.taken(), *self.kept()) if value is not None}
+
+    def fallbacks(self, shields: Mapping[int, bool]) -> Iterator[int]:
+        """The versions that are what it makes where a check has failed."""
+        for target, old in zip(self.made, self.under, strict=True):
+            if old is not None and shields.get(target.value, False):
+                yield old
 
     def taken(self) -> list[int | None]:
         """The values that the parameters of its function are, or parts of them; None for numbers."""

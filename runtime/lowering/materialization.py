@@ -58,7 +58,8 @@ COSTS: Mapping[str, MaterializationCosts] = {
 
 
 class StoredCall(Protocol):
-    """An op of the program: its fragment, the values that it reads and those that it makes, with their sizes."""
+    """An op of the program: its fragment, the values that it reads, those that it makes, with their sizes, and those
+    that take their place where a check fails."""
 
     @property
     def fragment(self) -> Fragment: ...
@@ -69,27 +70,35 @@ class StoredCall(Protocol):
 
     def read(self) -> set[int]: ...
 
+    def fallbacks(self, shields: Mapping[int, bool]) -> Iterable[int]: ...
+
     def stored_whole(self) -> Iterable[tuple[int, Base]]: ...
 
 
-def find_boundaries(calls: Sequence[StoredCall], outputs: Collection[int], platform: str) -> set[int]:
+def find_boundaries(
+    calls: Sequence[StoredCall], outputs: Collection[int], platform: str, shields: Mapping[int, bool]
+) -> set[int]:
     """The values to store: those whose consumers would spend more on computing them again, and those that are compared
-    with what they made."""
+    with what they made. Of `shields` those that are true are what was there before where a check has failed."""
     costs = COSTS.get(platform)
     if costs is None:
         return set()
     compared = _find_compared(calls)
     fused, is_stored = Counter[int](), set(outputs)  # values: consumers that they are fused into, those stored anyway
+    again_read: list[list[int]] = []  # by each call, as what it falls back to
+    checks = 0
     for call in calls:
-        fused.update(call.read())
+        checks += len(call.fragment.checks)
+        again_read.append([*call.fallbacks(shields)] if checks else [])
+        fused.update((*call.read(), *again_read[-1]))
         if STORED.search(call.fragment.text):
             is_stored.update(call.read())
             fused.subtract(call.read())
     found: set[int] = set()
     work: defaultdict[int, float] = defaultdict(float)  # value -> what one element costs each consumer again
-    for call in calls:
+    for call, fallbacks in zip(calls, again_read, strict=True):
         own, is_end = _work(call.fragment.text, costs)
-        own += 0.0 if is_end else sum(work[value] for value in call.read())
+        own += 0.0 if is_end else sum(work[value] for value in (*call.read(), *fallbacks))
         for value, base in call.stored_whole():
             again = fused[value] - (value not in is_stored)
             elements = math.prod(base.shape)

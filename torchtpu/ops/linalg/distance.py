@@ -9,9 +9,11 @@ import numpy as np
 
 from torchtpu.ops.linalg.matmul import precision_of
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
+from torchtpu.ops.sizes import as_number, is_known
 
 # PyTorch takes the matrix product for more rows than this unless `compute_mode` says otherwise.
 _MANY_ROWS = 25
+_MOST_IN_BOTH = 32  # so wide rows may be compared in both ways, where their number is not known
 
 
 def _norm(difference: Any, p: float) -> Any:
@@ -40,10 +42,16 @@ def _euclidean(x1: Any, x2: Any, ctx: Any) -> Any:
 @lowering("_cdist_forward", structural={"p": None, "compute_mode": None}, multiplies=True)
 def cdist(x1, x2, p, compute_mode=None, *, ctx):
     a, b = opmath(x1), opmath(x2)
-    many = a.shape[-2] > _MANY_ROWS or b.shape[-2] > _MANY_ROWS
-    if p == 2 and a.shape[-1] and (compute_mode == 1 or (compute_mode in (None, 0) and many)):
+    rows, width = (a.shape[-2], b.shape[-2]), a.shape[-1]
+    exact = lambda: _norm(a[..., :, None, :] - b[..., None, :, :], p)
+    if p != 2 or width == 0 or compute_mode == 2:
+        return exact()
+    if compute_mode == 1:
         return _euclidean(a, b, ctx)
-    return _norm(a[..., :, None, :] - b[..., None, :, :], p)
+    if is_known(*rows) or not is_known(width) or width > _MOST_IN_BOTH:
+        return _euclidean(a, b, ctx) if any(n > _MANY_ROWS for n in rows) else exact()
+    many = (as_number(rows[0], jnp.int64) > _MANY_ROWS) | (as_number(rows[1], jnp.int64) > _MANY_ROWS)
+    return jnp.where(many, _euclidean(a, b, ctx), exact())
 
 
 @lowering("_euclidean_dist", multiplies=True)

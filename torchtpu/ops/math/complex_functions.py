@@ -5,6 +5,7 @@ XLA's own are right for what is finite; what C's Annex G and PyTorch's division 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torchtpu.ops.registry import jnp, lax
@@ -35,6 +36,25 @@ def log(x: Any) -> Any:
     return lax.complex(radius, jnp.arctan2(b, a))
 
 
+def exp2(x: Any) -> Any:
+    """2 ** x as PyTorch computes it."""
+    return exp(_scaled(x, math.log(2)))
+
+
+def log2(x: Any) -> Any:
+    """log(x) of base 2, by C's clog."""
+    return _scaled(log(x), 1 / math.log(2))
+
+
+def log10(x: Any) -> Any:
+    """log(x) of base 10, by C's clog."""
+    return _scaled(log(x), 1 / math.log(10))
+
+
+def _scaled(x: Any, by: float) -> Any:
+    return lax.complex(jnp.real(x) * by, jnp.imag(x) * by)
+
+
 def sqrt(x: Any) -> Any:
     """C's csqrt."""
     a, b = jnp.real(x), jnp.imag(x)
@@ -46,6 +66,46 @@ def sqrt(x: Any) -> Any:
     real = jnp.where((a == jnp.inf) | jnp.isinf(b), jnp.inf, real)
     imag = jnp.where(a == jnp.inf, jnp.where(jnp.isnan(b), jnp.nan, jnp.copysign(jnp.zeros_like(b), b)), imag)
     return lax.complex(real, jnp.where(jnp.isinf(b), b, imag))
+
+
+def arccos(x: Any) -> Any:
+    """C's cacos."""
+    return _mirrored(jnp.arccos, x)
+
+
+def arccosh(x: Any) -> Any:
+    """C's cacosh."""
+    return _mirrored(jnp.arccosh, x)
+
+
+def arcsin(x: Any) -> Any:
+    """C's casin."""
+    return _mirrored(jnp.arcsin, x, is_odd=True)
+
+
+def arcsinh(x: Any) -> Any:
+    """C's casinh."""
+    return _mirrored(jnp.arcsinh, x, is_odd=True)
+
+
+def arctan(x: Any) -> Any:
+    """C's catan."""
+    return _mirrored(jnp.arctan, x, is_odd=True)
+
+
+def arctanh(x: Any) -> Any:
+    """C's catanh."""
+    return _mirrored(jnp.arctanh, x, is_odd=True)
+
+
+def _mirrored(function: Any, x: Any, *, is_odd: bool = False) -> Any:
+    """function(x) by its value above the real axis and, if it is odd, right of the imaginary one. On a branch cut the
+    sign of a zero says on which side of it x lies, which XLA does not ask."""
+    a, b = jnp.real(x), jnp.imag(x)
+    found = function(lax.complex(jnp.abs(a) if is_odd else a, jnp.abs(b)))
+    real, imag = jnp.real(found), jnp.imag(found)
+    turned = jnp.where(jnp.signbit(a), -real, real) if is_odd else real
+    return lax.complex(turned, jnp.where(jnp.signbit(b), -imag, imag))
 
 
 def reciprocal(x: Any) -> Any:

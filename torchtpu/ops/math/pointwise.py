@@ -30,20 +30,11 @@ EXPONENTS = (0, 1, 2, 3, 0.5, -0.5, -1, -2)  # torch computes these without pow
 
 # ATen name -> jax.numpy name of unary functions that turn integers into floats
 for _name, _function in {
-    "acos": "arccos",
-    "acosh": "arccosh",
-    "asin": "arcsin",
-    "asinh": "arcsinh",
-    "atan": "arctan",
-    "atanh": "arctanh",
     "cos": "cos",
     "cosh": "cosh",
     "deg2rad": "deg2rad",
-    "exp2": "exp2",
     "expm1": "expm1",
-    "log10": "log10",
     "log1p": "log1p",
-    "log2": "log2",
     "rad2deg": "rad2deg",
     "sin": "sin",
     "sinc": "sinc",
@@ -53,9 +44,23 @@ for _name, _function in {
 }.items():
     pointwise(_name, promote="int_to_float")(lambda self, _function=_function: getattr(jnp, _function)(self))
 
-for _name in ("exp", "log", "reciprocal", "sqrt"):
+for _name, _function in {
+    "acos": "arccos",
+    "acosh": "arccosh",
+    "asin": "arcsin",
+    "asinh": "arcsinh",
+    "atan": "arctan",
+    "atanh": "arctanh",
+    "exp": "exp",
+    "exp2": "exp2",
+    "log": "log",
+    "log10": "log10",
+    "log2": "log2",
+    "reciprocal": "reciprocal",
+    "sqrt": "sqrt",
+}.items():
     pointwise(_name, promote="int_to_float")(
-        lambda self, _name=_name: getattr(complex_functions if is_complex(self) else jnp, _name)(self)
+        lambda self, _function=_function: getattr(complex_functions if is_complex(self) else jnp, _function)(self)
     )
 
 
