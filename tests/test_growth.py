@@ -1100,6 +1100,59 @@ def test_places_in_arrays_whose_lengths_change_too_are_run_time_numbers(name: st
     assert programs <= 8
 
 
+PARTS: dict[
+    str, tuple[Callable[[int], tuple[int, ...]], Callable[[Tensor, int], Tensor], Callable[[Tensor], Tensor]]
+] = {
+    "of rows": (lambda n: (n, 3, 4), lambda x, e: x[:, e], torch.exp),
+    "first": (lambda n: (3, n, 4), lambda x, e: x[e], torch.sin),
+    "of an inner dimension": (lambda n: (4, n, 3), lambda x, e: x[..., e], torch.cos),
+    "at a changing place": (lambda n: (3, n, 4), lambda x, e: x[:, x.shape[1] - 1 - e], torch.tanh),
+    "in part": (lambda n: (3, n, 4), lambda x, e: x[e, :, 1:3], torch.sigmoid),
+    "two, turned": (lambda n: (4, n, 4), lambda x, e: x[e : e + 2].transpose(0, 1), torch.square),
+    "permuted": (lambda n: (n, 2, 3), lambda x, e: x.permute(2, 1, 0)[e], torch.atan),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("is_written", [False, True], ids=["read", "written"])
+def test_parts_that_a_loop_takes_one_by_one_of_ever_other_arrays_are_few_programs(name: str, is_written: bool) -> None:
+    """Each is read before the next is taken, as experts are given their tokens: where it begins is a run-time int."""
+    shape, part, function = PARTS[name]  # one for each name: no outline is that of another
+
+    def loop(device: str) -> list[Tensor]:
+        rng = random.Random(1)
+        found = []
+        for _ in range(30):
+            x = torch.rand(shape(rng.randint(9, 50))).to(device)
+            for e in range(3):
+                if is_written:
+                    part(x, e).add_(0.5).tanh_()
+                found.append(function(part(x, e) * 2).sum(0).cpu())
+            found.append(x.cpu())
+        return found
+
+    with config.using(check="padding"):
+        programs, padded = same_on_both(loop)
+    assert padded >= 35
+    assert programs <= 8
+
+
+def test_a_part_whose_size_has_nothing_to_do_with_its_array_is_not_taken_at_a_run_time_place() -> None:
+    """Its surplus may lie behind the array's."""
+
+    def loop(device: str) -> list[Tensor]:
+        rng = random.Random(1)
+        found = []
+        for _ in range(30):
+            n = rng.randint(30, 60)
+            x, m = torch.rand(n, 4).to(device), rng.randint(9, 20)
+            found += [(x[at : at + m] * 2).exp().sum(0).cpu() for at in (n - m, 3, n - m - 1)]
+        return found
+
+    with config.using(check="padding"):
+        same_on_both(loop)
+
+
 def test_a_size_that_stays_short_is_short_in_memory() -> None:
     def loop(device: str) -> list[Tensor]:
         rng = random.Random(2)

@@ -127,6 +127,7 @@ class PaddedExecutable:
         self.outputs = padded.outputs
         self._copies = copies
         self._inputs = padded.inputs
+        self._moves = padded.moves
         numbers = numbers_of("q", padded.numbers)
         self._numbers = torch.frombuffer(numbers, dtype=torch.int64) if numbers else None
 
@@ -163,6 +164,10 @@ class PaddedExecutable:
 
     def ints(self, given: torch.Tensor | None) -> torch.Tensor | None:
         """A launch's run-time ints, with the sizes."""
+        if self._moves and given is not None:
+            given = given.clone()
+            for place, (shape, longer) in self._moves.items():
+                given[place] = _moved(int(given[place]), shape, longer)
         if self._numbers is None or given is None:
             return given if self._numbers is None else self._numbers
         return torch.cat([given, self._numbers])
@@ -248,6 +253,15 @@ class PaddedWork:
             return array
         # A piece of the program may be padded further.
         return PaddedArray(array.array if isinstance(array, PaddedArray) else array, shape)
+
+
+def _moved(offset: int, shape: Shape, longer: Shape) -> int:
+    """Where an element lies in an array that is longer."""
+    found, step = 0, 1
+    for size, capacity in zip(reversed(shape), reversed(longer), strict=True):
+        offset, place = divmod(offset, size)
+        found, step = found + place * step, step * capacity
+    return found
 
 
 def _forget(known: dict[tuple[int, Shape], Any], key: tuple[int, Shape], _: Any) -> None:

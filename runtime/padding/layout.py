@@ -29,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -235,8 +235,9 @@ class _View(NamedTuple):
     """A tensor over an array of `shape`: all of it where `access` is None, else factors, ranges, dims and order of one
     (see `PaddedExtent`).
 
-    Where `strides` is not None, it lies at a run-time offset. Where `places` is not None, it is no such part: these are
-    its offset and strides.
+    Where `runs` is not None, it lies at a run-time offset, and runs over these dimensions of its array in these steps,
+    None where it has one element. So it does where `strides` is not None, but over no such dimensions. Where `places`
+    is not None, it is no such part: these are its offset and strides.
     """
 
     shape: tuple[Leaf, ...]
@@ -245,6 +246,7 @@ class _View(NamedTuple):
     strides: tuple[Leaf, ...] | None
     about: tuple[Any, ...]
     places: tuple[Leaf, ...] | None = None
+    runs: tuple[tuple[int, int] | None, ...] | None = None
 
 
 class _Number(NamedTuple):
@@ -385,10 +387,9 @@ def _view(
     is_read: bool = False,
 ) -> _View:
     place = None if type(offset) is Lifted else offset
-    shape, sizes, access, steps, more, places = hand.geometry(base.shape, sizes, strides, place, is_zero, is_read)
-    if place is None:
-        more = (offset,)
-    return _View(shape, sizes, access, steps, (*about, base.dtype, *more), places)
+    view = hand.geometry(base.shape, sizes, strides, place, is_zero, is_read)
+    more = (offset,) if place is None else view.about
+    return view._replace(about=(*about, base.dtype, *more))
 
 
 def _geometry(
@@ -407,7 +408,8 @@ def _geometry(
         return _View(whole, whole, None, None, ())
     dims = _dims(shape, slot)
     if offset is None:
-        return _View(dims, whole, None, tuple(map(slot, strides)), ())
+        runs = _runs_over(shape, sizes, strides)
+        return _View(dims, whole, None, tuple(map(slot, strides)) if runs is None else None, (), None, runs)
     if sizes == shape and offset == 0 and _is_dense(sizes, strides):
         return _View(dims, whole, None, None, ())
     if 0 in sizes or 0 in shape:
@@ -441,6 +443,24 @@ def _known_geometry(*of: Any) -> tuple[_View, tuple[int, ...]]:
 def _dims(sizes: tuple[int, ...], slot: Callable[[int], Leaf]) -> tuple[Leaf, ...]:
     """Dimensions as slots, but for those of one element: these are broadcast, and stand in programs of their own."""
     return tuple(1 if size == 1 else slot(size) for size in sizes)
+
+
+def _runs_over(
+    shape: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, int] | None, ...] | None:
+    """For each dimension of a tensor, wherever it begins, the dimension of its array that it runs over, and in which
+    steps; None where it has one element. None where some run over no one dimension, or two over the same."""
+    found: list[tuple[int, int] | None] = []
+    of_array = row_major(shape)
+    for size, stride in zip(sizes, strides, strict=True):
+        runs = (
+            (dim, stride // below)
+            for dim, (longest, below) in enumerate(zip(shape, of_array, strict=True))
+            if stride >= below and stride % below == 0 and stride // below * (size - 1) < longest
+        )
+        found.append(None if size == 1 else next(runs, (-1, 0)))
+    dims = [run[0] for run in found if run is not None]
+    return None if -1 in dims or len(set(dims)) < len(dims) else tuple(found)
 
 
 def _order_of_run(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -578,13 +598,15 @@ def _line(name: str, values: Sequence[int], column: Sequence[int]) -> Size | Non
 
 @dataclass(frozen=True, slots=True)
 class PaddedProgram:
-    """A program of longer arrays. After its own run-time ints it takes `numbers`; `inputs` and `outputs` are the
-    shapes that count, by place, of the arrays that are longer. Its form was made for the first of the programs
+    """A program of longer arrays. After its own run-time ints it takes `numbers`; of the former those in `moves`, by
+    place, are offsets in arrays of the first of two shapes, which are longer now, of the second. `inputs` and `outputs`
+    are the shapes that count, by place, of the arrays that are longer. Its form was made for the first of the programs
     `samples`, and is what the others have in common.
     """
 
     program: Program
     numbers: tuple[int, ...]
+    moves: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
     inputs: Mapping[int, tuple[int, ...]]
     outputs: Mapping[int, tuple[int, ...]]
     samples: tuple[Program, ...]
@@ -592,16 +614,18 @@ class PaddedProgram:
 
 
 class PaddedForm:
-    """What padded programs of the same capacities have in common: `program` with the run-time ints `numbers`, the
-    inputs that are longer, and the outputs, these with what makes them: an op and which of its results, or -1 and an
-    input. It was made for the program `first`. `executables` is for what runs it, by device, while something holds
-    that, `making` for what will, while it is made.
+    """What padded programs of the same capacities have in common: `program` with the run-time ints `numbers`, those
+    of its ints that are offsets in arrays which are longer, with their dimensions and shapes, the inputs that are
+    longer, and the outputs, these with what makes them: an op and which of its results, or -1 and an input. It was made
+    for the program `first`. `executables` is for what runs it, by device, while something holds that, `making` for what
+    will, while it is made.
     """
 
     def __init__(
         self,
         program: Program,
         numbers: tuple[Size, ...],
+        moves: Mapping[int, tuple[tuple[Leaf, ...], tuple[int, ...]]],
         inputs: tuple[int, ...],
         outputs: tuple[tuple[int, int, int], ...],
         first: Program,
@@ -611,6 +635,7 @@ class PaddedForm:
         self.executables: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.making: dict[int, Future[Any]] = {}
         self._numbers = numbers
+        self._moves = moves
         self._inputs = inputs
         self._outputs = outputs
         self._conditions: list[tuple[Op, tuple[str, ...]]] | None = None
@@ -622,9 +647,11 @@ class PaddedForm:
             for k, op, place in self._outputs
         }
         inputs = {i: program.inputs[i].shape for i in self._inputs}
+        known = lambda leaf: leaf.value(values) if isinstance(leaf, Size) else leaf
         return PaddedProgram(
             self.program,
             tuple([n.value(values) for n in self._numbers]),
+            {i: (tuple(map(known, dims)), shape) for i, (dims, shape) in self._moves.items()},
             inputs,
             outputs,
             (self._first, *samples),
@@ -1160,6 +1187,9 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
     raise Refused(f"the size {ast.unparse(node)}")
 
 
+_Place = TypeVar("_Place", Operand, Write)
+
+
 class _Maker:
     """Makes the program of longer arrays; the outline has the expressions of the slots."""
 
@@ -1167,6 +1197,7 @@ class _Maker:
         self._program, self._shared, self._find = program, shared, find
         self.bounds: dict[str, Bound] = {}  # of the variables that have needed some
         self._numbers: dict[Size, Lifted] = {}
+        self._moves: dict[int, tuple[tuple[Leaf, ...], tuple[int, ...]]] = {}  # by run-time int, which is an offset
 
     def make(self) -> PaddedForm:
         program = self._program
@@ -1180,7 +1211,7 @@ class _Maker:
         longer = tuple(i for i, dims in enumerate(self._shared.inputs) if _has_size(dims))
         found = ((k, *shapes[value]) for k, value in enumerate(program.outputs))
         outputs = tuple((k, op, place) for k, dims, op, place in found if _has_size(dims))
-        return PaddedForm(made, tuple(self._numbers), longer, outputs, program)
+        return PaddedForm(made, tuple(self._numbers), self._moves, longer, outputs, program)
 
     def bound(self, name: str) -> Bound:
         """What a variable may be."""
@@ -1231,6 +1262,8 @@ class _Maker:
             return replace(write, **self.place(write, view)) if _has_size(view) else write
         if write.replaces and not view.about[-1] and view.access is not None:
             raise Refused("a write that leaves out elements")
+        if view.runs is not None:
+            return self.moved(write, view)
         if view.strides is not None:
             raise Refused("a view at a place that changes")
         if write.dtype != write.base.dtype:
@@ -1255,6 +1288,21 @@ class _Maker:
             else:
                 raise Refused("a view at a place that is a quotient")
         return {"base": base, "offset": self.number(Size(tuple(terms), constant))}
+
+    def moved(self, given: _Place, view: _View) -> _Place:
+        """A tensor at a run-time offset, in its array as long as that is in memory."""
+        assert isinstance(given.offset, Lifted) and view.runs is not None
+        for size, run in zip(view.sizes, view.runs, strict=True):
+            if isinstance(size, Size) and run is not None and (view.shape[run[0]] != size or run[1] != 1):
+                raise Refused("a part at a place that changes")  # its surplus may lie behind the array's
+        base = self.base(given.base, view.shape)
+        if _has_size(view.shape[1:]):
+            move = view.shape, base.shape
+            if self._moves.setdefault(given.offset.index, move) != move:
+                raise Refused("a view at a place that changes, in two arrays")
+        steps = row_major(base.shape)
+        strides = tuple(1 if run is None else run[1] * steps[run[0]] for run in view.runs)
+        return replace(given, sizes=self.shape(view.sizes), strides=strides, base=base)
 
     def base(self, base: Base, dims: Sequence[Leaf]) -> Base:
         """The array as long as it is in memory."""
@@ -1325,7 +1373,10 @@ class _PaddedOp:
         return given
 
     def part(self, view: _View) -> PaddedExtent:
-        """A tensor over a longer array."""
+        """A tensor over a longer array; one at a run-time offset is an array of its own."""
+        if view.runs is not None:
+            sizes = self._texts(view.sizes)
+            return PaddedExtent(sizes, sizes)
         factors, ranges, dims, order = view.access or ((), (), None, ())
         return PaddedExtent(
             self._texts(view.sizes),
@@ -1361,6 +1412,9 @@ class _PaddedOp:
         if not _is_longer(view):
             self.reads.append(None)
             return replace(given, **self._maker.place(given, view))
+        if view.runs is not None:
+            self.reads.append(self.part(view))
+            return self._maker.moved(given, view)
         if view.strides is not None:
             raise Refused("a view at a place that changes")
         if given.dtype.itemsize != given.base.dtype.itemsize:
