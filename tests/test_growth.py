@@ -1137,6 +1137,51 @@ def test_parts_that_a_loop_takes_one_by_one_of_ever_other_arrays_are_few_program
     assert programs <= 8
 
 
+def _negated(x: Tensor) -> Tensor:
+    x.diagonal().neg_()
+    return x
+
+
+def _copied(x: Tensor) -> Tensor:
+    x.diagonal().copy_(x[0])
+    return x
+
+
+def _turned(x: Tensor) -> Tensor:
+    batch = x.expand(3, *x.shape).clone()
+    batch.diagonal(dim1=2, dim2=1).mul_(2.0)
+    return batch
+
+
+def _beside(x: Tensor) -> Tensor:
+    x.diagonal(1).fill_(3.0)
+    x.diagonal(-1).add_(1.0)
+    return x
+
+
+DIAGONALS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "filled": (lambda x: x.fill_diagonal_(0.5), 6),
+    "negated": (_negated, 6),
+    "copied": (_copied, 6),
+    "of a batch": (_turned, 6),
+    "read": (lambda x: x.diagonal().exp(), 6),
+    "beside": (_beside, 99),
+}
+
+
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_diagonals_of_ever_other_matrices(name: str) -> None:
+    function, most = DIAGONALS[name]
+
+    def loop(device: str) -> list[Tensor]:
+        rng = random.Random(1)
+        return [function(torch.rand((n := rng.randint(5, 40)), n).to(device) * 2).cpu() for _ in range(24)]
+
+    with config.using(check="padding"):
+        programs, _ = same_on_both(loop)
+    assert programs <= most
+
+
 def test_a_part_whose_size_has_nothing_to_do_with_its_array_is_not_taken_at_a_run_time_place() -> None:
     """Its surplus may lie behind the array's."""
 

@@ -231,13 +231,17 @@ def padded_capacity(
 # ---- outlines
 
 
+Run = tuple[tuple[int, int], ...]  # dimensions of an array, and in which steps a dimension of a tensor runs over each
+
+
 class _View(NamedTuple):
     """A tensor over an array of `shape`: all of it where `access` is None, else factors, ranges, dims and order of one
     (see `PaddedExtent`).
 
-    Where `runs` is not None, it lies at a run-time offset, and runs over these dimensions of its array in these steps,
-    None where it has one element. So it does where `strides` is not None, but over no such dimensions. Where `places`
-    is not None, it is no such part: these are its offset and strides.
+    Where `runs` is not None, it lies at a run-time offset, or at the beginning and is no such part as a diagonal is
+    none: each of its dimensions runs over these dimensions of its array at once, in these steps, or has one element.
+    Where `strides` is not None, it lies at a run-time offset, and runs over none. Where `places` is not None, it is no
+    such part: these are its offset and strides.
     """
 
     shape: tuple[Leaf, ...]
@@ -246,7 +250,7 @@ class _View(NamedTuple):
     strides: tuple[Leaf, ...] | None
     about: tuple[Any, ...]
     places: tuple[Leaf, ...] | None = None
-    runs: tuple[tuple[int, int] | None, ...] | None = None
+    runs: tuple[Run, ...] | None = None
 
 
 class _Number(NamedTuple):
@@ -414,14 +418,18 @@ def _geometry(
         return _View(dims, whole, None, None, ())
     if 0 in sizes or 0 in shape:
         raise Refused("an empty view")
-    found = find_access(shape, sizes, strides, offset)
+    runs = _runs_over(shape, sizes, strides)
+    is_diagonal = runs is not None and any(len(run) > 1 for run in runs)
+    found = None if is_diagonal else find_access(shape, sizes, strides, offset)
     if found is None or (is_read and any(len(dim) > 1 for dim in found.dims)):  # a size that is a product is refused
         order = _order_of_run(sizes, strides)
         if order is None and found is None:
-            if not is_read:
+            if is_read:
+                moves = (0 if size == 1 else slot(step) for size, step in zip(sizes, strides, strict=True))
+                return _View(dims, whole, None, None, (False,), (slot(offset), *moves))
+            if offset or not is_diagonal:
                 raise Refused("a write to what is no box of its array")
-            moves = (0 if size == 1 else slot(step) for size, step in zip(sizes, strides, strict=True))
-            return _View(dims, whole, None, None, (False,), (slot(offset), *moves))
+            return _View(dims, whole, None, None, (False,), None, runs)
     else:
         order = None
     if order is not None:
@@ -445,22 +453,28 @@ def _dims(sizes: tuple[int, ...], slot: Callable[[int], Leaf]) -> tuple[Leaf, ..
     return tuple(1 if size == 1 else slot(size) for size in sizes)
 
 
-def _runs_over(
-    shape: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[tuple[int, int] | None, ...] | None:
-    """For each dimension of a tensor, wherever it begins, the dimension of its array that it runs over, and in which
-    steps; None where it has one element. None where some run over no one dimension, or two over the same."""
-    found: list[tuple[int, int] | None] = []
-    of_array = row_major(shape)
-    for size, stride in zip(sizes, strides, strict=True):
-        runs = (
-            (dim, stride // below)
-            for dim, (longest, below) in enumerate(zip(shape, of_array, strict=True))
-            if stride >= below and stride % below == 0 and stride // below * (size - 1) < longest
-        )
-        found.append(None if size == 1 else next(runs, (-1, 0)))
-    dims = [run[0] for run in found if run is not None]
-    return None if -1 in dims or len(set(dims)) < len(dims) else tuple(found)
+def _runs_over(shape: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Run, ...] | None:
+    """What each dimension of a tensor, wherever that begins, runs over in its array; None where some run over no whole
+    dimensions, or two over the same."""
+    below = row_major(shape)
+    found = [
+        () if size == 1 else _run_over(shape, below, size, stride) for size, stride in zip(sizes, strides, strict=True)
+    ]
+    dims = [dim for run in found if run is not None for dim, _ in run]
+    return None if None in found or len(set(dims)) < len(dims) else tuple(run for run in found if run is not None)
+
+
+def _run_over(shape: tuple[int, ...], below: tuple[int, ...], size: int, stride: int) -> Run | None:
+    one: list[tuple[int, int]] = []
+    several: list[tuple[int, int]] = []
+    rest = stride
+    for dim, (longest, step) in enumerate(zip(shape, below, strict=True)):
+        if not one and stride >= step and stride % step == 0 and stride // step * (size - 1) < longest:
+            one = [(dim, stride // step)]
+        if rest >= step and rest // step * (size - 1) < longest:
+            several.append((dim, rest // step))
+            rest %= step
+    return tuple(one) or (None if rest else tuple(several))
 
 
 def _order_of_run(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -1290,18 +1304,18 @@ class _Maker:
         return {"base": base, "offset": self.number(Size(tuple(terms), constant))}
 
     def moved(self, given: _Place, view: _View) -> _Place:
-        """A tensor at a run-time offset, in its array as long as that is in memory."""
-        assert isinstance(given.offset, Lifted) and view.runs is not None
+        """A tensor that runs over dimensions of its array, in that as long as it is in memory."""
+        assert view.runs is not None
         for size, run in zip(view.sizes, view.runs, strict=True):
-            if isinstance(size, Size) and run is not None and (view.shape[run[0]] != size or run[1] != 1):
+            if isinstance(size, Size) and any(view.shape[dim] != size or step != 1 for dim, step in run):
                 raise Refused("a part at a place that changes")  # its surplus may lie behind the array's
         base = self.base(given.base, view.shape)
-        if _has_size(view.shape[1:]):
+        if _has_size(view.shape[1:]) and isinstance(given.offset, Lifted):
             move = view.shape, base.shape
             if self._moves.setdefault(given.offset.index, move) != move:
                 raise Refused("a view at a place that changes, in two arrays")
-        steps = row_major(base.shape)
-        strides = tuple(1 if run is None else run[1] * steps[run[0]] for run in view.runs)
+        below = row_major(base.shape)
+        strides = tuple(sum(step * below[dim] for dim, step in run) or 1 for run in view.runs)
         return replace(given, sizes=self.shape(view.sizes), strides=strides, base=base)
 
     def base(self, base: Base, dims: Sequence[Leaf]) -> Base:
