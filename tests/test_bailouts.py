@@ -108,14 +108,21 @@ def test_a_region_whose_clusters_are_not_compiled_is_compiled_whole(monkeypatch:
     check(once, "clusters")
 
 
-@pytest.mark.bailouts("boundaries", "lists", "repetitions")
+@pytest.mark.bailouts("boundaries", "constants", "lists", "repetitions")
 @pytest.mark.parametrize(
-    ("what", "function"), [("boundaries", "find_boundaries"), ("lists", "take_apart"), ("repetitions", "repeated")]
+    ("what", "function"),
+    [
+        ("boundaries", "find_boundaries"),
+        ("constants", "folded"),
+        ("lists", "take_apart"),
+        ("repetitions", "repeated"),
+    ],
 )
 def test_a_text_is_written_without_what_raises(what: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emit, function, fails)
-    numbers = {"boundaries": 3, "lists": 4, "repetitions": 5}  # no program is on disk
-    check(lambda device: [torch.ones(numbers[what], 7, device=device).exp().cpu()], what)
+    functions = {"boundaries": torch.exp, "constants": torch.sin, "lists": torch.cos, "repetitions": torch.tanh}
+    shape = 3 + len(what), 7  # no program is on disk
+    check(lambda device: [functions[what](torch.ones(shape, device=device)).cpu()], what)
 
 
 @pytest.mark.bailouts("variants")

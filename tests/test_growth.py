@@ -1137,6 +1137,22 @@ def test_parts_that_a_loop_takes_one_by_one_of_ever_other_arrays_are_few_program
     assert programs <= 8
 
 
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, float("inf")])
+def test_distances_of_ever_other_rows(p: float) -> None:
+    """Of more than 25 rows PyTorch takes those of p = 2 by one product, and so does a program for both."""
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for i in range(24):
+            x = torch.randn(5 + i * 7 % 41, 4, dtype=torch.float64).to(device).requires_grad_()
+            distances = torch.cdist(x, torch.randn(8, 4, dtype=torch.float64).to(device), p=p)
+            found += [distances.detach().cpu(), torch.autograd.grad(distances.square().sum(), x)[0].cpu()]
+        return found
+
+    programs, _ = same_on_both(loop)
+    assert programs <= 14, "of 48 regions"
+
+
 def _negated(x: Tensor) -> Tensor:
     x.diagonal().neg_()
     return x

@@ -120,3 +120,18 @@ def test_versions_that_stand_where_a_check_fails_are_not_multiplied(capsys: pyte
             found.append(rows.grad.cpu())
     torch.testing.assert_close(found[1], found[0])
     assert capsys.readouterr().err.count("call @store_tensor_3x512x2xf32_") >= 4
+
+
+@pytest.mark.parametrize(("elements", "barriers"), [(1 << 14, 1), (64, 0)])
+def test_loops_over_many_constants_are_not_left_to_the_compiler(
+    elements: int, barriers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """XLA would compute them when it compiles: a minute for 4 million weights."""
+    with config.using(log=("stablehlo",)):
+        drawn = torch.multinomial(torch.ones(elements, device="tpu"), 10, replacement=True)
+        assert drawn.max().item() < elements
+    assert capsys.readouterr().err.count("optimization_barrier") == barriers
+    with config.using(log=("stablehlo",)):
+        weights = torch.ones(elements).to("tpu")
+        torch.multinomial(weights, 10, replacement=True).sum().item()
+    assert "optimization_barrier" not in capsys.readouterr().err

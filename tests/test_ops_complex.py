@@ -29,6 +29,22 @@ def test_functions_at_infinity_and_nan(name: str, dtype: torch.dtype) -> None:
     assert_as_cpu(getattr(torch, name), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("name", ["log2", "log10", "exp2"])
+def test_functions_of_base_2_and_10_at_infinity_and_nan(name: str, dtype: torch.dtype) -> None:
+    assert_as_cpu(getattr(torch, name), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("name", ["acos", "acosh", "asin", "asinh", "atan", "atanh"])
+def test_inverse_functions_on_both_sides_of_their_cuts(name: str, dtype: torch.dtype) -> None:
+    """Zeros of both signs say on which."""
+    parts = (0.0, -0.0, 0.001, -0.001, 0.5, -0.5, 2.0, -2.0, 100.0, -100.0)
+    numbers = torch.tensor([complex(*pair) for pair in itertools.product(parts, parts)], dtype=dtype)
+    found, expected = (torch.view_as_real(getattr(torch, name)(x).cpu()) for x in (numbers.to("tpu"), numbers))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("exponent", EXPONENTS, ids=str)
 @pytest.mark.parametrize("power", [torch.pow, torch.float_power])
 def test_powers_at_infinity_and_nan(power: Callable[..., torch.Tensor], exponent: complex) -> None:

@@ -30,6 +30,12 @@ def attend(on: str, *mask: int) -> torch.Tensor:
 
 
 REFUSED: dict[str, Callable[[str], Any]] = {
+    "an output padding below 0": lambda on: F.conv_transpose1d(*ones(on, (2, 4, 7), (4, 3, 3)), output_padding=-1),
+    "an unknown reduction of segments": lambda on: torch.segment_reduce(
+        ones(on, (6,))[0], "foo", lengths=torch.tensor([2, 4], device=on)
+    ),
+    "counts and probabilities of two shapes": lambda on: torch.binomial(*ones(on, (3,), (5,))),
+    "counts and probabilities of two dtypes": lambda on: torch.binomial(ones(on, (3,))[0], into(on, torch.double, 3)),
     "randint beyond the dtype": lambda on: torch.randint(0, 300, (2,), dtype=torch.uint8, device=on),
     "random_ below the dtype": lambda on: torch.zeros(3, dtype=torch.int8, device=on).random_(-200, 3),
     "random_ beyond half": lambda on: torch.zeros(3, dtype=torch.half, device=on).random_(0, 70000),
@@ -661,3 +667,23 @@ def test_a_sparse_gradient_of_bags_is_refused() -> None:
     made = torch.nn.functional.embedding_bag(index, weight, offsets, mode="sum", sparse=True)
     with pytest.raises(NotImplementedError, match="sparse tensors are not supported"):
         made.sum().backward()
+
+
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+def test_a_convolution_of_no_channels_makes_none(on: str) -> None:
+    image, kernel, bias = (t.requires_grad_() for t in ones(on, (2, 0, 4, 4), (6, 0, 3, 3), (6,)))
+    made = F.conv2d(image, kernel, bias)
+    made.sum().backward()
+    assert made.shape == (2, 0, 2, 2)
+    assert (image.grad.shape, kernel.grad.shape, bias.grad.tolist()) == (image.shape, kernel.shape, [0.0] * 6)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "max", "min", "amax", "amin"])
+def test_segments_are_reduced_by_every_name(reduce: str) -> None:
+    found = []
+    for on in ("cpu", "tpu"):
+        x = torch.tensor([1.0, 3.0, 3.0, 2.0, 4.0, 5.0]).to(on).detach().requires_grad_()
+        made = torch.segment_reduce(x, reduce, lengths=torch.tensor([3, 3], device=on))
+        made.sum().backward()
+        found.append([made.detach().cpu(), x.grad.cpu()])
+    torch.testing.assert_close(found[1], found[0])

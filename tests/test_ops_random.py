@@ -327,3 +327,18 @@ def test_normal_numbers_are_refused_by_outputs_that_do_not_hold_them() -> None:
                 torch.normal(x.to(device), 1.0, out=out.to(device))
             texts.append(str(raised.value))
         assert texts[0] == texts[1]
+
+
+def test_beta_numbers_have_a_finite_probability() -> None:
+    beta = torch.distributions.Beta(torch.tensor(0.1, device="tpu"), torch.tensor(0.1, device="tpu"))
+    drawn = beta.sample((20_000,))
+    assert drawn.min().item() > 0.0
+    assert drawn.max().item() < 1.0
+    assert beta.log_prob(drawn).isfinite().all().item()
+
+
+def test_a_count_is_drawn_for_each_of_more_probabilities() -> None:
+    torch.manual_seed(0)
+    drawn = torch.binomial(torch.full((3,), 10.0, device="tpu"), torch.rand(400, 3).to("tpu").round())
+    assert drawn.shape == (400, 3)
+    assert set(drawn.unique().tolist()) == {0.0, 10.0}

@@ -106,6 +106,13 @@ def test_numpy_and_lists_come_in_and_out():
     assert torch.asarray(np.ones(2), device="tpu").is_tpu
 
 
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_dlpack_refuses_what_would_lose_its_gradient_or_its_conjugation(device: str) -> None:
+    for x in (torch.ones(2, device=device, requires_grad=True), torch.ones(2, device=device).cfloat().conj()):
+        with pytest.raises(BufferError, match="Can't export tensors"):
+            torch.from_dlpack(x)
+
+
 def test_dlpack_exports_a_private_host_array():
     x = torch.arange(6.0, device="tpu").reshape(2, 3).t()
     array = np.from_dlpack(x)

@@ -25,6 +25,7 @@ from torchtpu.runtime.ir.types import tensor_type
 from torchtpu.runtime.ir.values import size_of
 
 from . import views
+from .constant_folding import folded
 from .cse_barriers import barrier, repeated
 from .fragments import Fragments
 from .materialization import STORED, boundary, find_boundaries
@@ -87,6 +88,9 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     waits: dict[int, int] = {}
     with fragments.bailouts.attempt("repetitions", program.line):
         waits = repeated(live, fragments.repeats)
+    constants: set[int] = set()
+    with fragments.bailouts.attempt("constants", program.line):
+        constants = folded(live)
     shields = _find_shields(live, program.outputs)
     boundaries: set[int] = set()
     with fragments.bailouts.attempt("boundaries", program.line):
@@ -94,7 +98,7 @@ def lower(program: Program, fragments: Fragments, *, is_flat: bool = False) -> M
     divided = find_divided(live) - boundaries
     writer = _Writer(program, is_flat, boundaries, divided, shields)
     for place, call in enumerate(live):
-        writer.add(call, waits.get(place))
+        writer.add(call, waits.get(place), is_folded=place in constants)
     return writer.finish()
 
 
@@ -268,11 +272,12 @@ class _Writer:
         self._read: dict[tuple[int | None, View, int | Lifted], str] = {}
         self._numbers: dict[Lifted, str] = {}
 
-    def add(self, call: _EmittedCall, after: int | None = None) -> None:
-        """Adds an op: the views it reads, the call, which waits for value `after`, and its results and writes."""
+    def add(self, call: _EmittedCall, after: int | None = None, *, is_folded: bool = False) -> None:
+        """Adds an op: the views it reads, the call, which waits for value `after` or, where XLA would fold it, is given
+        no constants, and its results and writes."""
         fragment = call.fragment
         arguments = [self._argument(call.parameters[n]) for n in fragment.used]
-        if after is not None:
+        if after is not None or is_folded:
             arguments = self._wait(call, arguments, after)
         self._layouts.update((target.value, target.base) for target in call.made)
         self._trace_sources(call)
@@ -364,16 +369,18 @@ class _Writer:
             return sources
         return sources & (1 << len(self._program.inputs) + self._unshielded[output]) - 1
 
-    def _wait(self, call: _EmittedCall, arguments: list[str], value: int) -> list[str]:
-        types = [
-            tensor_type(p.sizes, p.dtype)
-            for p in (call.parameters[n] for n in call.fragment.used)
-            if type(p) is Operand
-        ]
-        waited = (self._names[value], tensor_type(*self._layouts[value]))
-        line, (*made, self._names[value]) = barrier(f"%r{self._next()}", [*zip(arguments, types, strict=True), waited])
+    def _wait(self, call: _EmittedCall, arguments: list[str], value: int | None) -> list[str]:
+        """The arguments behind a barrier, and numbers as they are; behind it the value is too."""
+        parameters = [call.parameters[n] for n in call.fragment.used]
+        places = [i for i, p in enumerate(parameters) if type(p) is Operand]
+        arrays = [(arguments[i], tensor_type(p.sizes, p.dtype)) for i, p in enumerate(parameters) if type(p) is Operand]
+        waited = [] if value is None else [(self._names[value], tensor_type(*self._layouts[value]))]
+        line, made = barrier(f"%r{self._next()}", [*arrays, *waited])
+        if value is not None:
+            self._names[value] = made.pop()
         self._lines.append(line)
-        return made
+        behind = dict(zip(places, made, strict=True))
+        return [behind.get(i, argument) for i, argument in enumerate(arguments)]
 
     def _stored(self, name: str, base: Base) -> str:
         symbol, text, kind = boundary(base)

@@ -57,10 +57,7 @@ def _dlpack(original: Any) -> Any:
     ) -> Any:
         if not is_recorded(self):
             return original(self, stream=stream, max_version=max_version, dl_device=dl_device, copy=copy)
-        if self.requires_grad:
-            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-        if self.is_conj():
-            raise BufferError("Can't export tensors with the conjugate bit set")
+        _check_exported(self)
         if copy is False:
             raise BufferError("Can't export a tpu tensor without a copy to the host")
         if dl_device is not None and tuple(dl_device) != (DLDeviceType.kDLCPU, 0):
@@ -84,11 +81,19 @@ def _dlpack_device(original: Any) -> Any:
     return __dlpack_device__
 
 
+def _check_exported(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad:
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+    if tensor.is_conj():
+        raise BufferError("Can't export tensors with the conjugate bit set")
+
+
 def _from_dlpack(original: Any) -> Any:
     @functools.wraps(original)
     def from_dlpack(ext_tensor: Any, *, device: Any = None, copy: bool | None = None) -> torch.Tensor:
         target = None if device is None else torch.device(device)
         if is_recorded(ext_tensor):
+            _check_exported(ext_tensor)
             source = ext_tensor.detach()
             if target is None or target in (source.device, torch.device("tpu")):
                 return source.clone() if copy else source

@@ -424,10 +424,17 @@ def _like_first(first: torch.Tensor, *_: Any) -> torch.Tensor:
     return like(first)
 
 
-@lowering("binomial", infer=_like_first)
+def _infer_binomial(count: torch.Tensor, prob: torch.Tensor, generator: Any = None) -> torch.Tensor:
+    if count.dtype != prob.dtype:
+        raise NotImplementedError("binomial of two dtypes")  # the CPU's kernel says it best
+    return count.new_empty(torch.broadcast_shapes(count.shape, prob.shape))
+
+
+@lowering("binomial", infer=_infer_binomial)
 def binomial(count, prob, generator=None):
     dtype = jax_dtype(torch.promote_types(torch_dtype(_real(count.dtype)), torch_dtype(_real(prob.dtype))))
-    return jax.random.binomial(jax_key(generator), count.astype(dtype), prob.astype(dtype), count.shape, dtype)
+    shape = jnp.broadcast_shapes(count.shape, prob.shape)
+    return jax.random.binomial(jax_key(generator), count.astype(dtype), prob.astype(dtype), shape, dtype)
 
 
 @lowering("_standard_gamma", infer=_of("real"))
@@ -439,7 +446,8 @@ def standard_gamma(self, generator=None):
 def sample_dirichlet(self, generator=None):
     # In logarithms: for small concentrations every gamma number of a row may underflow.
     logs = jax.random.loggamma(jax_key(generator), opmath(self), self.shape, opmath(self).dtype)
-    return jnp.maximum(jax.nn.softmax(logs, -1), jnp.finfo(self.dtype).tiny)
+    limits = jnp.finfo(self.dtype)
+    return jnp.clip(jax.nn.softmax(logs, -1), limits.tiny, 1 - limits.epsneg)  # of these logarithms are finite
 
 
 def _gamma(generator: Any, alpha: Any) -> Any:

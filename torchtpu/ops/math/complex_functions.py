@@ -104,8 +104,9 @@ def _mirrored(function: Any, x: Any, *, is_odd: bool = False) -> Any:
     a, b = jnp.real(x), jnp.imag(x)
     found = function(lax.complex(jnp.abs(a) if is_odd else a, jnp.abs(b)))
     real, imag = jnp.real(found), jnp.imag(found)
-    turned = jnp.where(jnp.signbit(a), -real, real) if is_odd else real
-    return lax.complex(turned, jnp.where(jnp.signbit(b), -imag, imag))
+    if is_odd:  # each part has the sign of its own
+        return lax.complex(jnp.copysign(real, a), jnp.copysign(imag, b))
+    return lax.complex(real, jnp.where(jnp.signbit(b), -imag, imag))
 
 
 def reciprocal(x: Any) -> Any:

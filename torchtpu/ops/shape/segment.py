@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchtpu.ops.registry import jax, jnp, lowering, opmath
 
 
@@ -43,13 +45,21 @@ NEUTRAL = {"sum": 0, "mean": 0, "prod": 1, "max": -float("inf"), "min": float("i
 COMBINE = {"sum": "add", "mean": "add", "prod": "multiply", "max": "maximum", "min": "minimum"}
 
 
-@lowering("segment_reduce", structural={"initial": None})
+def _infer_reduce(data: torch.Tensor, reduce: str, *rest: Any) -> torch.Tensor:
+    if reduce.removeprefix("a") not in NEUTRAL or not data.is_floating_point():
+        raise NotImplementedError(f"segment_reduce by {reduce} of {data.dtype}")  # the CPU's kernel says it best
+    names = "lengths", "indices", "offsets", "axis", "unsafe", "initial"
+    return torch.segment_reduce(data, reduce, **dict(zip(names, rest, strict=False)))
+
+
+@lowering("segment_reduce", structural={"initial": None}, infer=_infer_reduce)
 def segment_reduce(data, reduce, *, lengths=None, indices=None, offsets=None, axis=0, unsafe=False, initial=None, ctx):
     if lengths is not None and not unsafe:
         fits = (lengths >= 0).all() & (lengths.sum(-1) == data.shape[axis]).all()
         ctx.check(
             fits, "segment_reduce(): Expected all rows of lengths along axis to sum to data.size(axis)", RuntimeError
         )
+    reduce = reduce.removeprefix("a")
     rows = opmath(data)
     axis %= data.ndim
     ids, sizes = _segments(lengths, offsets, axis, data.shape[axis])
@@ -64,6 +74,7 @@ def segment_reduce(data, reduce, *, lengths=None, indices=None, offsets=None, ax
 
 @lowering("_segment_reduce_backward", structural={"initial": None})
 def segment_reduce_backward(grad, output, data, reduce, *, lengths=None, offsets=None, axis=0, initial=None):
+    reduce = reduce.removeprefix("a")
     axis %= data.ndim
     x = opmath(data)
     ids, sizes = _segments(lengths, offsets, axis, data.shape[axis])

@@ -226,6 +226,8 @@ def _infer_convolution(
         raise RuntimeError("negative padding is not supported")
     if min(dilation) <= 0:
         raise RuntimeError("dilation should be greater than zero")
+    if min(output_padding) < 0:
+        raise RuntimeError("negative output_padding is not supported")
     channels = weight.shape[1] * groups if transposed else weight.shape[0]
     if bias is not None and bias.shape != (channels,):
         raise RuntimeError(f"expected bias to be 1-dimensional with {channels} elements")
@@ -310,6 +312,9 @@ def _infer_convolution_backward(
 
 @lowering("convolution", infer=_infer_convolution, multiplies=True)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *, ctx):
+    channels = input.shape[1 - weight.ndim]
+    if is_known(channels) and channels == 0:  # of no channels PyTorch makes none
+        return jnp.zeros(ctx.results[0][0], opmath(input).dtype)
     window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
     x, w = _computed(ctx, input, weight)
     if transposed and jnp.issubdtype(x.dtype, jnp.integer):
@@ -372,6 +377,10 @@ def convolution_backward(
     *,
     ctx,
 ):
+    channels = input.shape[1 - weight.ndim]
+    if is_known(channels) and channels == 0:
+        zeros = (jnp.zeros(shape, opmath(grad_output).dtype) for shape, _ in ctx.results)
+        return tuple(next(zeros) if is_wanted else None for is_wanted in output_mask)
     window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
     grad, x, w = _computed(ctx, grad_output, input, weight)
     image, made = (grad, x) if transposed else (x, grad)
