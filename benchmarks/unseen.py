@@ -374,6 +374,50 @@ def replay(device: str) -> Lap:
     return lap
 
 
+def experts(device: str) -> Lap:
+    """A mixture of experts, each of which takes the tokens that have chosen it, of batches of ever other sizes."""
+    rng = random.Random(0)
+    gate = nn.Linear(16, 3).to(device)
+    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)).to(device)
+    optimizer = torch.optim.SGD([*gate.parameters(), *layers.parameters()], 0.01)
+
+    def lap(i: int) -> None:
+        x = torch.randn(rng.randint(16, 60), 16).to(device)
+        weights, chosen = gate(x).softmax(-1).topk(2)
+        found = torch.zeros_like(x)
+        mask = F.one_hot(chosen, 3).permute(2, 1, 0)
+        for expert, layer in enumerate(layers):
+            rank, token = torch.where(mask[expert])
+            found.index_add_(0, token, layer(x[token]) * weights[token, rank, None])
+        optimizer.zero_grad()
+        loss = (found - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return lap
+
+
+def tables(device: str) -> Lap:
+    """A grid of features in tables, looked up at places that are hashed: four tables, four rows of each for a point."""
+    rows = torch.randn(4, 512, 2).to(device).requires_grad_()
+
+    def lap(i: int) -> None:
+        x, found = torch.rand(64, 2).to(device), []
+        for level in range(4):
+            at = x * int(4 * 1.7**level)
+            corner, value = at.floor().long(), 0.0
+            for shift in range(4):
+                place = corner + shift
+                key = (place[:, 0] ^ (place[:, 1] * 2654435761)) % 512
+                value = value + rows[level][key] * (at - corner)[:, :1]
+            found.append(value)
+        (gradient,) = torch.autograd.grad(torch.cat(found, 1).square().sum(), rows)
+        gradient.sum().item()
+
+    return lap
+
+
 PROGRAMS: dict[str, Callable[[str], Lap]] = {
     each.__name__: each
     for each in (
@@ -396,9 +440,11 @@ PROGRAMS: dict[str, Callable[[str], Lap]] = {
         translator,
         expressions,
         replay,
+        experts,
+        tables,
     )
 }
-NOT_SUMMED = ("images", "signals", "tokens", "sequences", "translator", "expressions", "replay")
+NOT_SUMMED = ("images", "signals", "tokens", "sequences", "translator", "expressions", "replay", "experts", "tables")
 
 
 def _cpu_time() -> float:
