@@ -892,16 +892,15 @@ def _limits_of(value: Any) -> dict[str, tuple[int, int]]:
                 found[name] = (max(least, bound), most) if is_least else (least, min(most, bound))
         factors, ranges, *_ = view.access or ((), ())
         for factor, (start, taken, step) in zip(factors, ranges, strict=True):
-            if not isinstance(start, int):
-                continue
-            if isinstance(factor, int) and _is_shifted(taken) and step == 1:
+            begin = start if isinstance(start, int) else 0  # at least
+            if isinstance(start, int) and isinstance(factor, int) and _is_shifted(taken) and step == 1:
                 name, behind = taken.terms[0][1][0][0], taken.constant
                 least, most = found.get(name, (0, factor))
                 found[name] = least, min(most, factor - start - behind)
             elif isinstance(taken, int) and _is_shifted(factor):
                 name, behind = factor.terms[0][1][0][0], factor.constant
                 least, most = found.get(name, (0, _MOST_SIZE))
-                found[name] = max(least, start + (taken - 1) * step + 1 - behind), most
+                found[name] = max(least, begin + (taken - 1) * step + 1 - behind), most
     return found
 
 
