@@ -342,3 +342,13 @@ def test_a_count_is_drawn_for_each_of_more_probabilities() -> None:
     drawn = torch.binomial(torch.full((3,), 10.0, device="tpu"), torch.rand(400, 3).to("tpu").round())
     assert drawn.shape == (400, 3)
     assert set(drawn.unique().tolist()) == {0.0, 10.0}
+
+
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+def test_dropout_hides_no_number_that_is_none(on: str) -> None:
+    """What is dropped is multiplied by 0, as on the CPU and CUDA."""
+    numbers = torch.tensor([float("nan")] * 8 + [float("inf")] * 8 + [-1.0] * 8).to(on)
+    dropped = torch.nn.functional.dropout(numbers, 0.5).cpu()
+    assert dropped[:8].isnan().all()
+    assert not dropped[8:16].isfinite().any()
+    assert dropped[16:].signbit().all()

@@ -347,7 +347,8 @@ def native_dropout(input, p, train, *, generator):
     if isinstance(p, float) and p == 1.0:
         return jnp.zeros_like(input), mask
     kept = opmath(input)
-    return jnp.where(mask, kept * jnp.asarray(1.0 / keep, kept.dtype), jnp.zeros_like(kept)), mask
+    scaled = kept * jnp.asarray(1.0 / keep, kept.dtype)
+    return jnp.where(mask, scaled, scaled * jnp.zeros_like(kept)), mask  # NaN and infinity stay, or become NaN
 
 
 @lowering("native_dropout_backward", lifts=True, elementwise=True)
