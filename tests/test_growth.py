@@ -1113,6 +1113,27 @@ PARTS: dict[
 }
 
 
+def test_parts_of_other_elements_are_read_as_what_they_are() -> None:
+    """The real parts of complex numbers, one row after the other, and whole numbers as floats."""
+
+    def loop(device: str) -> list[Tensor]:
+        rng = random.Random(1)
+        found = []
+        for _ in range(20):
+            n = rng.randint(9, 50)
+            x, w = (
+                torch.rand(3, n, 4).to(device).cfloat(),
+                torch.randint(0, 2**30, (3, n, 4), dtype=torch.int32).to(device),
+            )
+            for e in range(3):
+                x.real[e].mul_(2.0)
+                found += [x.imag[e].sum(0).cpu(), x.real[e].sum(0).cpu(), w.view(torch.float32)[e].sum(0).cpu()]
+        return found
+
+    with config.using(check="padding"):
+        same_on_both(loop)
+
+
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("is_written", [False, True], ids=["read", "written"])
 def test_parts_that_a_loop_takes_one_by_one_of_ever_other_arrays_are_few_programs(name: str, is_written: bool) -> None:

@@ -1275,12 +1275,12 @@ class _Maker:
             return replace(write, **self.place(write, view)) if _has_size(view) else write
         if write.replaces and not view.about[-1] and view.access is not None:
             raise Refused("a write that leaves out elements")
+        if write.dtype != write.base.dtype:
+            raise Refused("a write of other elements")
         if view.runs is not None:
             return self.moved(write, view)
         if view.strides is not None:
             raise Refused("a view at a place that changes")
-        if write.dtype != write.base.dtype:
-            raise Refused("a write of other elements")
         base = self.base(write.base, view.shape)
         return replace(write, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base, replaces=True)
 
@@ -1425,13 +1425,13 @@ class _PaddedOp:
         if not _is_longer(view):
             self.reads.append(None)
             return replace(given, **self._maker.place(given, view))
+        if given.dtype.itemsize != given.base.dtype.itemsize:
+            raise Refused("a view of other elements")
         if view.runs is not None:
             self.reads.append(self.part(view))
             return self._maker.moved(given, view)
         if view.strides is not None:
             raise Refused("a view at a place that changes")
-        if given.dtype.itemsize != given.base.dtype.itemsize:
-            raise Refused("a view of other elements")
         self.reads.append(self.part(view))
         base = Base(self._maker.shape(view.shape), given.base.dtype)
         return replace(given, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base)
