@@ -359,3 +359,17 @@ def test_deterministic_bits_do_not_hang_on_what_was_compiled_before() -> None:
     run()
     with config.using(deterministic=True):
         assert torch.equal(run(), cold)
+
+
+def test_what_another_region_was_promoted_to_is_taken_at_the_first_launch(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[str], loop: Callable[..., Loop]
+) -> None:
+    """As laps of a loop are that are read after ever other numbers of them."""
+    paid_after(monkeypatch, 3)
+    begun = loop()
+    begun.launch(6)
+    begun.plan_again()
+    begun.launch(1)
+    assert begun.engine.counters.regions_promoted == 2
+    assert begun.engine.counters.regions_in_first_tier == 2
+    assert compiled.count("usual") == 1

@@ -163,6 +163,12 @@ class Compiler:
                 return True
         return self._is_stored(plan)
 
+    def is_loaded(self, plan: Plan, device: int) -> bool:
+        """Whether a plan's program is there, in memory."""
+        with self._condition:
+            flight = self._flights.get((plan.key.digest, device))
+        return flight is not None and flight.done() and not flight.cancelled() and flight.exception() is None
+
     def was_needed(self, plan: Plan, device: int) -> bool:
         """Whether something that had to run has asked for a plan's program before, here or in an earlier process: what
         is compiled may hang on that. On what has been compiled, or promoted, by now it may not, as that is a matter

@@ -257,6 +257,7 @@ class RegionVariants:
         self._pieces = pieces
         self._loss_ms, self._text_bytes = self._loss_of(pieces), self._text_bytes_of(pieces)
         self._usual_bytes: list[int] = []  # of the texts of the usual variant, where they are written
+        self._usual_plans: list[Plan] = []  # of that, where the region begins in the first tier and they are known
         self._compile_ms: dict[Config, float] = {}
         self._digests: dict[Config, list[str]] = {}  # of the programs of each variant
         self._tried = 0  # options
@@ -283,6 +284,7 @@ class RegionVariants:
                 found, config, untried = self._found(known) if _WHOLE in known else usual, known, []
             elif usual and self._begins_in_first_tier(usual):
                 config = FIRST
+                self._usual_plans = [plan for _, plan in usual]
                 pieces = self._builder.new_pieces(self._program, usual, self._device)
                 self._loss_ms, self._pieces = self._loss_of(pieces), pieces
                 self._text_bytes = self._text_bytes_of(pieces)
@@ -367,9 +369,16 @@ class RegionVariants:
             lost_ms = launches * self._loss_ms
             self._postponed.losses.add(lost_ms - self._lost_ms)
             self._lost_ms = lost_ms
-        return self.may_be_paid(launches) and self._lost_after(launches) >= self._price_ms
+        return self._is_free() or (self.may_be_paid(launches) and self._lost_after(launches) >= self._price_ms)
+
+    def _is_free(self) -> bool:
+        """Whether the usual variant's programs are all there, for other regions."""
+        plans, compiler = self._usual_plans, self._builder.compiler
+        return bool(plans) and self._postponed is None and all(compiler.is_loaded(each, self._device) for each in plans)
 
     def may_be_paid(self, launches: int) -> bool:
+        if self._is_free():
+            return True
         least = self._first.price_ms(self._text_bytes) if self._first is not None else 0.0
         price = vars(self).get("_price_ms", least)  # a search for repeats may be needed to know
         return bool(self._lost_after(launches) >= price)
