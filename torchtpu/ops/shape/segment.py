@@ -46,7 +46,7 @@ COMBINE = {"sum": "add", "mean": "add", "prod": "multiply", "max": "maximum", "m
 
 
 def _infer_reduce(data: torch.Tensor, reduce: str, *rest: Any) -> torch.Tensor:
-    if reduce.removeprefix("a") not in NEUTRAL or not data.is_floating_point():
+    if reduce not in (*NEUTRAL, "amax", "amin") or not data.is_floating_point():
         raise NotImplementedError(f"segment_reduce by {reduce} of {data.dtype}")  # the CPU's kernel says it best
     names = "lengths", "indices", "offsets", "axis", "unsafe", "initial"
     return torch.segment_reduce(data, reduce, **dict(zip(names, rest, strict=False)))
