@@ -117,7 +117,7 @@ class _Sample:
 
         from torchtpu.runtime.ir.program import PaddedExtent
         from torchtpu.runtime.padding.evaluate import Symbols
-        from torchtpu.runtime.padding.layout import Refused
+        from torchtpu.runtime.padding.refusals import Refused
 
         symbols = Symbols([(2, ROOM, ROOM)])
         variable = symbols.size("a")

@@ -1219,8 +1219,8 @@ def test_diagonals_of_ever_other_matrices(name: str) -> None:
     assert programs <= most
 
 
-def test_a_part_whose_size_has_nothing_to_do_with_its_array_is_not_taken_at_a_run_time_place() -> None:
-    """Its surplus may lie behind the array's."""
+def test_parts_whose_size_has_nothing_to_do_with_their_array() -> None:
+    """Their surplus may lie behind the array's."""
 
     def loop(device: str) -> list[Tensor]:
         rng = random.Random(1)
@@ -1232,7 +1232,78 @@ def test_a_part_whose_size_has_nothing_to_do_with_its_array_is_not_taken_at_a_ru
         return found
 
     with config.using(check="padding"):
-        same_on_both(loop)
+        programs, _ = same_on_both(loop)
+    assert programs <= 12
+
+
+def test_what_is_expanded_of_ever_other_arrays() -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in range(5, 15):
+            x = torch.randn(n, n, dtype=torch.float64).to(device)
+            # Determinants are compiled for each size, so that the rest is padded in pieces.
+            made = torch.linalg.det(x), x.view(-1)[:6].unsqueeze(-1).expand(6, 3) * 2, x[1, :4].expand(3, 4) * 2
+            found += [each.cpu() for each in made]
+        return found
+
+    same_on_both(loop)
+
+
+Crop = tuple[slice, slice, slice]
+
+
+def _pasted(x: Tensor, one: Crop, other: Crop) -> Tensor:
+    x[one] = x[other].tanh()
+    return x
+
+
+def _erased(x: Tensor, one: Crop, other: Crop) -> Tensor:
+    x[one] = 0.5
+    x[other].neg_()
+    return x
+
+
+CROPS: dict[str, Callable[[Tensor, Crop, Crop], Tensor]] = {
+    "read": lambda x, one, other: x[one].exp().sum(0).sum() + x[other].amax(),
+    "multiplied": lambda x, one, other: (x[one] * x[other].flip(1)).sum(),
+    "pasted": _pasted,
+    "erased": _erased,
+}
+
+
+@pytest.mark.parametrize("name", CROPS)
+def test_crops_of_any_size_at_any_place_of_an_image_are_few_programs(name: str) -> None:
+    def loop(device: str) -> list[Tensor]:
+        rng = random.Random(1)
+        found = []
+        for _ in range(60):
+            x = torch.rand(3, 24, 20).to(device)
+            h, w = rng.randint(2, 24), rng.randint(2, 20)
+            corners = [(rng.randint(0, 24 - h), rng.randint(0, 20 - w)) for _ in range(2)]
+            one, other = ((slice(0, 3), slice(y, y + h), slice(z, z + w)) for y, z in corners)
+            found.append(CROPS[name](x, one, other).cpu())
+        return found
+
+    with config.using(check="padding"):
+        programs, padded = same_on_both(loop)
+    assert padded >= 40
+    assert programs <= 14, "of 60 crops"
+
+
+def test_every_other_row_of_crops() -> None:
+    def loop(device: str) -> list[Tensor]:
+        rng = random.Random(1)
+        found = []
+        for _ in range(40):
+            x = torch.rand(40, 6).to(device)
+            n = rng.randint(5, 30)
+            at = rng.randint(0, 40 - n)
+            found.append((x[at : at + n : 2] * 3).cumsum(0).sum(0).cpu())
+        return found
+
+    with config.using(check="padding"):
+        programs, _ = same_on_both(loop)
+    assert programs <= 10
 
 
 def test_a_size_that_stays_short_is_short_in_memory() -> None:

@@ -678,6 +678,16 @@ def test_a_convolution_of_no_channels_makes_none(on: str) -> None:
     assert (image.grad.shape, kernel.grad.shape, bias.grad.tolist()) == (image.shape, kernel.shape, [0.0] * 6)
 
 
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_convolution_of_no_images_makes_none(length: int, on: str) -> None:
+    image, kernel, bias = (t.requires_grad_() for t in ones(on, (0, 1, length), (1, 2, 3), (2,)))
+    made = F.conv_transpose1d(image, kernel, bias, stride=2, output_padding=1)
+    made.sum().backward()
+    assert made.shape == (0, 2, 2 * length + 2)
+    assert (image.grad.shape, kernel.grad.tolist(), bias.grad.tolist()) == (image.shape, [[[0.0] * 3] * 2], [0.0] * 2)
+
+
 @pytest.mark.parametrize("reduce", ["sum", "mean", "prod", "max", "min", "amax", "amin"])
 def test_segments_are_reduced_by_every_name(reduce: str) -> None:
     found = []

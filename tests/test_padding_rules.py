@@ -16,7 +16,8 @@ from jax import lax
 from torchtpu.runtime.ir.checked import expression
 from torchtpu.runtime.ir.program import PaddedExtent
 from torchtpu.runtime.padding import evaluate
-from torchtpu.runtime.padding.layout import Refused, is_zero, value_of
+from torchtpu.runtime.padding.layout import is_zero, value_of
+from torchtpu.runtime.padding.refusals import Refused
 
 ROOM = 8
 SURPLUS = {"f": (np.nan, np.inf, -1e30, 1e30, 0.5), "i": (3, -1, 2**30, -(2**31)), "b": (True, False), "u": (3, 2**31)}

@@ -22,12 +22,14 @@ from torchtpu.runtime.ir.calls import (
     Lowerings,
     Parameter,
     describe_results,
+    full_name,
     parameters,
     results_of,
     schema_of,
 )
 from torchtpu.runtime.ir.checked import error_class, expression, fields, integer, integers, items, parsed, text
 from torchtpu.runtime.ir.program import Op, Program
+from torchtpu.runtime.padding.refusals import Refusals
 from torchtpu.runtime.padding.whole import on_all_elements
 from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
@@ -39,6 +41,9 @@ from .tracing import Fragment, Tracer, explained
 from .written import written_fragment
 
 _BATCH = 128  # ops traced in one module
+_FEWEST_REFUSED = 32  # padded ops that differ in sizes alone, before ever fewer are traced
+_MOST_REFUSED = 1 << 10  # such ops
+_SIZE = re.compile(r"Symbolic\(text='[^']*'\)|[0-9]+")
 _SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_.$-]*")
 
 
@@ -67,6 +72,7 @@ class Fragments:
         self._tracing = (Tracer.__module__, type(client).__module__)
         self._templates = Templates(lowerings.templates, self.platform)
         self._learned = LearnedTemplates(self._tracer)
+        self._refusals = Refusals(_FEWEST_REFUSED, _MOST_REFUSED)
         self._store = store
         self._counters = counters
         self._lock = threading.Lock()  # held while fragments are added
@@ -191,6 +197,8 @@ class Fragments:
         added.update(self._trace_most({key: each for key, each in waiting.items() if key not in added}, watched))
         for key, fragment in added.items():
             self._keep(key, fragment)
+            if missing[key].padding is not None:
+                self._refusals.forget(_kind(key))
         return added
 
     def _without_tracing(self, key: str, op: Op, entry: LoweringEntry, watched: str) -> Fragment | None:
@@ -246,23 +254,53 @@ class Fragments:
         return made
 
     def _trace(self, waiting: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
+        for key, (op, entry) in waiting.items():
+            if op.padding is not None and not entry.elementwise:
+                self._refusals.check(_kind(key))
         made: dict[str, Fragment] = {}
         keys = list(waiting)
         for first in range(0, len(keys), _BATCH):
-            batch = keys[first : first + _BATCH]
-            started = time.perf_counter()
-            traced = self._tracer.trace([waiting[key] for key in batch], watched)
-            self._counters.fragment_traces += len(traced)
-            build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
-            for key, fragment in zip(batch, traced, strict=True):
-                op, entry = waiting[key]
-                made[key] = fragment
-                if op.padding is None and entry.persists:
-                    self._learned.note(key, fragment)
-                if self._store.keeps and entry.persists:
-                    facts: Note = {"op": op.name, "build_ms": build_ms}
-                    self._store.put(self._disk_key(key, entry), _encode(fragment), facts)
+            made |= self._trace_batch({key: waiting[key] for key in keys[first : first + _BATCH]}, watched)
         return made
+
+    def _trace_batch(self, batch: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
+        started = time.perf_counter()
+        try:
+            traced = self._tracer.trace(list(batch.values()), watched)
+        except Exception as error:
+            raise self._refused(batch, watched, error) from error
+        self._counters.fragment_traces += len(traced)
+        build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
+        made = dict(zip(batch, traced, strict=True))
+        for key, fragment in made.items():
+            op, entry = batch[key]
+            if op.padding is None and entry.persists:
+                self._learned.note(key, fragment)
+            if self._store.keeps and entry.persists:
+                facts: Note = {"op": op.name, "build_ms": build_ms}
+                self._store.put(self._disk_key(key, entry), _encode(fragment), facts)
+        return made
+
+    def _refused(self, batch: dict[str, tuple[Op, LoweringEntry]], watched: str, error: Exception) -> Exception:
+        """The error of what could not be traced. Where these are padded ops, the fragments of the others are kept:
+        what is guessed next has most of them, too."""
+        if any(op.padding is None for op, _ in batch.values()):
+            return error
+        if len(batch) == 1:
+            ((key, (op, _)),) = batch.items()
+            known = error if full_name(op.name) in str(error) else explained(op, error)
+            self._refusals.note(_kind(key), str(known))
+            return known
+        keys = list(batch)
+        for half in (keys[len(keys) // 2 :], keys[: len(keys) // 2]):
+            try:
+                traced = self._trace_batch({key: batch[key] for key in half}, watched)
+            except Exception as raised:  # noqa: BLE001 -- the first of them is raised
+                error = raised
+            else:
+                for key, fragment in traced.items():
+                    self._keep(key, fragment)
+        return error
 
     def _disk_key(self, key: str, entry: LoweringEntry) -> Key:
         parts = {
@@ -273,6 +311,11 @@ class Fragments:
             "padding": fingerprint.of_modules(EVALUATION) if " padding " in key else "",
         }
         return Key.of("fragment", parts)
+
+
+def _kind(key: str) -> str:
+    """What ops have in common that differ in sizes alone, and in what of their arrays is padded."""
+    return _SIZE.sub("", key.partition(" padding ")[0])
 
 
 def _encode(fragment: Fragment) -> bytes:

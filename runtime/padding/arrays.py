@@ -128,6 +128,7 @@ class PaddedExecutable:
         self._copies = copies
         self._inputs = padded.inputs
         self._moves = padded.moves
+        self._digits = padded.digits
         numbers = numbers_of("q", padded.numbers)
         self._numbers = torch.frombuffer(numbers, dtype=torch.int64) if numbers else None
 
@@ -164,13 +165,18 @@ class PaddedExecutable:
 
     def ints(self, given: torch.Tensor | None) -> torch.Tensor | None:
         """A launch's run-time ints, with the sizes."""
-        if self._moves and given is not None:
+        numbers = self._numbers
+        if given is None:
+            return numbers
+        if numbers is not None and self._digits:
+            numbers = numbers.clone()
+            for place, (of, weight, size) in self._digits.items():
+                numbers[place] = int(given[of]) // weight % size + 1
+        if self._moves:
             given = given.clone()
             for place, (shape, longer) in self._moves.items():
                 given[place] = _moved(int(given[place]), shape, longer)
-        if self._numbers is None or given is None:
-            return given if self._numbers is None else self._numbers
-        return torch.cat([given, self._numbers])
+        return given if numbers is None else torch.cat([given, numbers])
 
     def arrays(self, given: list[Any], device: int) -> list[Any]:
         """A launch's arrays, as long as the program has them."""

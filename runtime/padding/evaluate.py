@@ -22,7 +22,8 @@ import numpy as np
 from torchtpu.runtime.device.jax_modules import core, export, jax, jnp, lax, prng, shape_poly, shape_poly_decision
 from torchtpu.runtime.ir.program import PaddedExtent
 
-from .layout import Bound, Refused, is_zero, marked, values_of
+from .layout import Bound, is_zero, marked, values_of
+from .refusals import Refused
 
 _MOST_COMPARED = 100_000  # values of variables for which two sizes are compared
 _MOST_ELEMENTS = 2**31 - 1  # places are counted in i32

@@ -26,7 +26,7 @@ import operator
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -54,6 +54,7 @@ from torchtpu.runtime.ir.strided_access import find_access, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
 
 from .ask import Askable
+from .refusals import Refusals, Refused
 
 # The shortest dimension in memory: one that saves programs, and one that saves work where the largest array would have
 # so many elements, or fewer if a size seems to stay so small.
@@ -73,6 +74,7 @@ _LEAST_SIZE = 2  # a dimension of one element is broadcast, and may have any str
 _MOST_SIZE = 2**31 - 1
 _LEAST_BUCKET = 8  # whoever rounds sizes up to powers of two from here on pads already
 MOST_VARIABLES = 7
+_NAMES = "abcdefghijklmnopqrstuvwxyz"  # of these and of places
 _FEW_VARIABLES = 4  # of which two programs tell enough
 _MOST_BEHIND = 16  # elements by which a size may be longer than its variable in the same capacity
 _MOST_COMPARED = 64  # programs of which the most different ones are found
@@ -94,8 +96,8 @@ _MARKED = re.compile("⟨(.*?)⟩")
 _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
 
-class Refused(Exception):
-    """What a program computes on longer arrays is not known: the message says why."""
+class _NoSize(Refused):
+    """Nothing that could be padded changes."""
 
 
 class Bound(NamedTuple):
@@ -208,8 +210,8 @@ class Size(NamedTuple):
         return only == [True] and (self.constant, self.divisor, self.after) == (0, 1, 0)
 
 
-def _variable(name: str) -> Size:
-    return Size(((1, ((name, 0),)),))
+def _variable(name: str, constant: int = 0) -> Size:
+    return Size(((1, ((name, 0),)),), constant)
 
 
 # The padded ops of a program, each with the expressions that are not 0 where it is right; raises what lowering raises.
@@ -493,13 +495,23 @@ def _is_dense(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 class _Fit:
-    """Guesses what the slots of several programs are, from a column each: what it is in each of the programs."""
+    """Guesses what the slots of several programs are, from a column each: what it is in each of the programs. `starts`
+    are columns that no dimension has: where parts of arrays begin."""
 
-    def __init__(self, programs: Sequence[Program], columns: Iterable[tuple[int, ...]]) -> None:
+    def __init__(
+        self, programs: Sequence[Program], columns: Iterable[tuple[int, ...]], starts: Collection[tuple[int, ...]]
+    ) -> None:
+        self._starts = starts
+        self._num_places = 0
         self.variables: dict[str, tuple[int, ...]] = {}
         self._programs = programs
         self._counts = Counter(columns)
         self._known: dict[tuple[int, ...], Leaf] = {}
+
+    @property
+    def num_sizes(self) -> int:
+        """How many variables are no places."""
+        return len(self.variables) - self._num_places
 
     def of(self, column: tuple[int, ...], *, is_input: bool) -> Leaf:
         """What the slot is: an int, or a size, if need be that of a new variable."""
@@ -514,15 +526,19 @@ class _Fit:
         return self._known.get(column, max(column))
 
     def _variable(self, column: tuple[int, ...]) -> Size:
-        if len(self.variables) == MOST_VARIABLES:
+        is_place = column in self._starts
+        if len(self.variables) == len(_NAMES) or (not is_place and self.num_sizes == MOST_VARIABLES):
             raise Refused("too many sizes change")
-        name = "abcdefgh"[len(self.variables)]
+        name = _NAMES[len(self.variables)]
         # Most that is made of `x[:, :-1]` is as long as that, and not as `x`.
         nearest = sorted(range(1 - _MOST_CHANCE, _MOST_CHANCE), key=abs)
         longer = {by: tuple([v + by for v in column]) for by in nearest if by == 0 or min(column) + by >= _LEAST_SIZE}
         by = max((by for by in longer if longer[by] not in self._known), key=lambda by: self._counts[longer[by]])
-        self.variables[name] = longer[by]
-        size = self._known[longer[by]] = _variable(name)
+        if by == 0 and is_place:
+            by = _LEAST_SIZE  # a part may begin at 0
+            self._num_places += 1
+        self.variables[name] = tuple([v + by for v in column])
+        size = self._known[self.variables[name]] = _variable(name)
         return size if by == 0 else size._replace(constant=-by)
 
     def _fit(self, column: tuple[int, ...], *, is_input: bool) -> Size | None:
@@ -613,14 +629,16 @@ def _line(name: str, values: Sequence[int], column: Sequence[int]) -> Size | Non
 @dataclass(frozen=True, slots=True)
 class PaddedProgram:
     """A program of longer arrays. After its own run-time ints it takes `numbers`; of the former those in `moves`, by
-    place, are offsets in arrays of the first of two shapes, which are longer now, of the second. `inputs` and `outputs`
-    are the shapes that count, by place, of the arrays that are longer. Its form was made for the first of the programs
-    `samples`, and is what the others have in common.
+    place, are offsets in arrays of the first of two shapes, which are longer now, of the second. The numbers in
+    `digits`, by place, are one more than `i // weight % size`, where i is the own run-time int at the place that
+    precedes weight and size. `inputs` and `outputs` are the shapes that count, by place, of the arrays that are longer.
+    Its form was made for the first of the programs `samples`, and is what the others have in common.
     """
 
     program: Program
     numbers: tuple[int, ...]
     moves: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
+    digits: Mapping[int, tuple[int, int, int]]
     inputs: Mapping[int, tuple[int, ...]]
     outputs: Mapping[int, tuple[int, ...]]
     samples: tuple[Program, ...]
@@ -629,10 +647,10 @@ class PaddedProgram:
 
 class PaddedForm:
     """What padded programs of the same capacities have in common: `program` with the run-time ints `numbers`, those
-    of its ints that are offsets in arrays which are longer, with their dimensions and shapes, the inputs that are
-    longer, and the outputs, these with what makes them: an op and which of its results, or -1 and an input. It was made
-    for the program `first`. `executables` is for what runs it, by device, while something holds that, `making` for what
-    will, while it is made.
+    of its ints that are offsets in arrays which are longer, with their dimensions and shapes, the variables that follow
+    from an offset, the inputs that are longer, and the outputs, these with what makes them: an op and which of its
+    results, or -1 and an input. It was made for the program `first`. `executables` is for what runs it, by device,
+    while something holds that, `making` for what will, while it is made.
     """
 
     def __init__(
@@ -640,6 +658,7 @@ class PaddedForm:
         program: Program,
         numbers: tuple[Size, ...],
         moves: Mapping[int, tuple[tuple[Leaf, ...], tuple[int, ...]]],
+        digits: Mapping[str, _Digit],
         inputs: tuple[int, ...],
         outputs: tuple[tuple[int, int, int], ...],
         first: Program,
@@ -650,6 +669,7 @@ class PaddedForm:
         self.making: dict[int, Future[Any]] = {}
         self._numbers = numbers
         self._moves = moves
+        self._digits = {i: found for i, n in enumerate(numbers) if (found := _digit_of(n, digits))}
         self._inputs = inputs
         self._outputs = outputs
         self._conditions: list[tuple[Op, tuple[str, ...]]] | None = None
@@ -661,11 +681,18 @@ class PaddedForm:
             for k, op, place in self._outputs
         }
         inputs = {i: program.inputs[i].shape for i in self._inputs}
-        known = lambda leaf: leaf.value(values) if isinstance(leaf, Size) else leaf
+
+        def known(leaf: Leaf) -> int:
+            return leaf.value(values) if isinstance(leaf, Size) else leaf
+
         return PaddedProgram(
             self.program,
-            tuple([n.value(values) for n in self._numbers]),
+            tuple([0 if i in self._digits else n.value(values) for i, n in enumerate(self._numbers)]),
             {i: (tuple(map(known, dims)), shape) for i, (dims, shape) in self._moves.items()},
+            {
+                i: (place, math.prod(map(known, shape[dim + 1 :])), known(shape[dim]))
+                for i, (place, shape, dim) in self._digits.items()
+            },
             inputs,
             outputs,
             (self._first, *samples),
@@ -678,7 +705,7 @@ class PaddedForm:
             self._conditions = [(op, conditions) for op, conditions in find(self.program) if conditions]
         for op, conditions in self._conditions:
             _check_sure(op, conditions, padded)
-            _check_unequal(op, conditions, padded.numbers, self.program.ints - len(self._numbers))
+            _check_unequal(op, conditions, padded, self.program.ints - len(self._numbers))
 
 
 class Template:
@@ -689,18 +716,20 @@ class Template:
         self._is_special = is_special
         self.samples = tuple(samples.values())
         if len({_shapes(program) for program in self.samples}) < 2:
-            raise Refused("numbers change, and no size")
+            raise _NoSize("numbers change, and no size")
         columns = list(zip(*samples, strict=True))
-        fit = _Fit(self.samples, columns)
+        sized = outline(self.samples[0], _SlotWriter(range(len(columns))), is_special)
+        fit = _Fit(self.samples, columns, {columns[i] for i in _starts_of(sized.calls)})
         inputs = sum(map(len, shared.inputs))
         self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(columns)]
         if not fit.variables:
-            raise Refused("no size changes")
-        if _FEW_VARIABLES < len(fit.variables) >= len(samples):
+            raise _NoSize("no size changes")
+        if _FEW_VARIABLES < fit.num_sizes >= len(samples):
             raise Refused("more sizes change than programs tell")
         if all(_is_bucket(value) for values in fit.variables.values() for value in values):
             raise Refused("sizes that are buckets already")
-        self._homes = {name: self._slots.index(_variable(name)) for name in fit.variables}
+        self._homes = {name: self._home(name) for name in fit.variables}
+        self._num_sizes = fit.num_sizes
         places: dict[Leaf, list[int]] = {}
         for place, leaf in enumerate(self._slots):
             places.setdefault(leaf if isinstance(leaf, Size) else None, []).append(place)
@@ -740,9 +769,9 @@ class Template:
         """The program in this form; Refused where a slot is not what it is in this form, or more sizes change, or a
         condition that the form has is not met, or it would be new and may not be, and what is raised while conditions
         are found."""
-        if len(self._homes) > most_variables:
+        if self._num_sizes > most_variables:
             raise Refused("more sizes change than are padded")
-        values = {name: slots[place] for name, place in self._homes.items()}
+        values = {name: slots[place] + behind for name, (place, behind) in self._homes.items()}
         if self._constants(slots) != self._expected or any(
             {*places(slots)} != {size.value(values)} for size, places in self._sizes.items()
         ):
@@ -759,6 +788,11 @@ class Template:
             self._programs.clear()
             return self.pad(program, slots, find, most_variables, is_new=is_new)
         return padded
+
+    def _home(self, name: str) -> tuple[int, int]:
+        """A slot that is the variable, or less than it by so much."""
+        behind = 0 if _variable(name) in self._slots else _LEAST_SIZE
+        return self._slots.index(_variable(name, -behind)), behind
 
     def _misfit(self, slots: Sequence[int], values: Mapping[str, int]) -> int:
         """The first slot that is not what it is in this form."""
@@ -904,6 +938,17 @@ def _limits_of(value: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _starts_of(value: Any) -> set[int]:
+    """Of an outline that has numbers for its slots those that are where parts begin, and nothing else."""
+    starts: set[int] = set()
+    others: set[int] = set()
+    for view in _views_of(value):
+        factors, ranges, *_ = view.access or ((), ())
+        starts |= {start for start, _, _ in ranges}
+        others |= {*view.shape, *view.sizes, *factors, *(taken for _, taken, _ in ranges)}
+    return starts - others
+
+
 def _wholes_of(value: Any) -> dict[str, str]:
     """The variables of dimensions of which views take as many elements, from the first on, as another variable says, by
     that one."""
@@ -981,7 +1026,7 @@ class Layouts:
         self._asked: _Sample | None = None  # the latest, which may be noted next
         self._outlines: dict[Outline, Outline] = {}  # what equal ones are kept as
         self._templates: dict[Outline, list[Template]] = {}
-        self._refused: dict[Outline, tuple[int, str]] = {}  # how often in turn, and why the last time
+        self._refusals = Refusals(_FEWEST_REFUSED, _MOST_OUTLINES)
 
     def note(self, program: Program) -> None:
         """Keeps a program for a while: others of the same ops may follow."""
@@ -1005,40 +1050,35 @@ class Layouts:
         most_variables: int = MOST_VARIABLES,
     ) -> PaddedProgram:
         """The padded form of a program, as programs of the same ops had it, or as these, which are asked for when they
-        are needed, and those of the same ops that were noted, have it; raises what `find` raises for the last that was
-        tried, or Refused."""
+        are needed, and those of the same ops that were noted, have it; raises what `find` raises for the last in which
+        sizes change, or Refused."""
         with self._lock:
             sample = self._asked = self._sample(program)
         shared, slots = sample.slots(self._outlines)
         with self._lock:
             known = list(self._templates.get(shared, ()))
-            count, reason = self._refused.get(shared, (0, ""))
-            if count >= _FEWEST_REFUSED and count & (count - 1):  # it is tried again where that is a power of two
-                self._refused[shared] = count + 1, reason
-                raise Refused(reason)
-        error: Exception = Refused("no other sizes of it are known")
+        self._refusals.check(shared)
+        error: Exception = _NoSize("no other sizes of it are known")
         others = itertools.chain(others, (program for template in known for program in template.samples))
         for make, is_new in self._ways(program, shared, slots, known, others):
             try:
                 template = make()
                 padded = template.pad(program, slots, find, most_variables, is_new=is_new)
             except Exception as raised:  # noqa: BLE001 -- another form may do
-                error = raised
+                if isinstance(error, _NoSize) or not isinstance(raised, _NoSize):
+                    error = raised
                 continue
             self._keep(shared, template)
             return padded
-        with self._lock:
-            self._refused[shared] = count + 1, str(error)
-            if len(self._refused) > _MOST_OUTLINES:
-                del self._refused[next(iter(self._refused))]
+        self._refusals.note(shared, str(error))
         raise error
 
     def _keep(self, shared: Outline, template: Template) -> None:
         """Keeps a template that was of use, as the first to be tried."""
+        self._refusals.forget(shared)
         with self._lock:
             others = [t for t in self._templates.get(shared, ()) if t is not template]
             self._templates[shared] = [template, *others][:_MOST_TEMPLATES]
-            self._refused.pop(shared, None)
             while len(self._templates) > _MOST_OUTLINES:
                 del self._templates[next(iter(self._templates))]
 
@@ -1127,11 +1167,12 @@ def shape_agnostic_signature(program: Program) -> str:
     return hashlib.sha256(repr(ops).encode()).hexdigest()
 
 
-def _check_unequal(op: Op, expressions: Sequence[str], numbers: Sequence[int], first: int) -> None:
+def _check_unequal(op: Op, expressions: Sequence[str], padded: PaddedProgram, first: int) -> None:
     """Refuses an op that was traced for sizes of which none of these expressions, as jax writes them, is 0, where one
-    is; `numbers` are the run-time ints from the `first` on."""
-    counts = () if op.padding is None else op.padding.counts
-    values = dict(zip("abcdefgh", (numbers[count.index - first] for count in counts), strict=False))
+    is, or hangs on a place; the padded program's numbers are its run-time ints from the `first` on."""
+    places = () if op.padding is None else [count.index - first for count in op.padding.counts]
+    found = zip("abcdefgh", places, strict=False)
+    values = {name: padded.numbers[place] for name, place in found if place not in padded.digits}
     for expression in expressions:
         if value_of(expression, values) == 0:
             raise Refused(f"{op.name} where {expression} is 0")
@@ -1203,6 +1244,18 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
 _Place = TypeVar("_Place", Operand, Write)
 
 
+class _Digit(NamedTuple):
+    """Where in a dimension of an array of these dimensions the run-time int at `place`, an offset, lies."""
+
+    place: int
+    shape: tuple[Leaf, ...]
+    dim: int
+
+
+def _digit_of(number: Size, digits: Mapping[str, _Digit]) -> _Digit | None:
+    return digits.get(number.terms[0][1][0][0]) if number.is_variable else None
+
+
 class _Maker:
     """Makes the program of longer arrays; the outline has the expressions of the slots."""
 
@@ -1211,6 +1264,7 @@ class _Maker:
         self.bounds: dict[str, Bound] = {}  # of the variables that have needed some
         self._numbers: dict[Size, Lifted] = {}
         self._moves: dict[int, tuple[tuple[Leaf, ...], tuple[int, ...]]] = {}  # by run-time int, which is an offset
+        self._digits: dict[str, _Digit] = {}  # by variable, which is one more
 
     def make(self) -> PaddedForm:
         program = self._program
@@ -1224,10 +1278,15 @@ class _Maker:
         longer = tuple(i for i, dims in enumerate(self._shared.inputs) if _has_size(dims))
         found = ((k, *shapes[value]) for k, value in enumerate(program.outputs))
         outputs = tuple((k, op, place) for k, dims, op, place in found if _has_size(dims))
-        return PaddedForm(made, tuple(self._numbers), self._moves, longer, outputs, program)
+        return PaddedForm(made, tuple(self._numbers), self._moves, self._digits, longer, outputs, program)
 
     def bound(self, name: str) -> Bound:
         """What a variable may be."""
+        if name in self._digits:
+            _, shape, dim = self._digits[name]
+            size = shape[dim]
+            most = size.bound(self.bound).most if isinstance(size, Size) else size
+            return Bound(1, most, most)
         if name not in self.bounds:
             self.bounds[name] = self._find(name)
         return self.bounds[name]
@@ -1270,9 +1329,35 @@ class _Maker:
         base = self.base(result.base, views[id(result)].shape)
         return replace(result, sizes=base.shape, strides=row_major(base.shape), base=base)
 
+    def placed(self, view: _View) -> _View:
+        """The view by what it takes of each dimension of its array, if it lies at a run-time offset, and its surplus
+        may lie behind the array's; else as it is."""
+        if view.runs is None or not any(
+            isinstance(size, Size) and any(view.shape[dim] != size or step != 1 for dim, step in run)
+            for size, run in zip(view.sizes, view.runs, strict=True)
+        ):
+            return view
+        offset = view.about[-1]
+        if not isinstance(offset, Lifted) or any(len(run) > 1 for run in view.runs):
+            raise Refused("a part of a diagonal")
+        taken = {run[0][0]: (size, run[0][1]) for size, run in zip(view.sizes, view.runs, strict=True) if run}
+        ranges = []
+        for dim, whole in enumerate(view.shape):
+            size, step = taken.get(dim, (1, 1))
+            is_whole = whole == size and step == 1
+            ranges.append((0 if is_whole else self._digit(_Digit(offset.index, view.shape, dim)), size, step))
+        dims = tuple(tuple(dim for dim, _ in run) for run in view.runs)
+        return view._replace(access=(view.shape, tuple(ranges), dims, ()), runs=None)
+
+    def _digit(self, digit: _Digit) -> Size:
+        name = next((name for name, known in self._digits.items() if known == digit), f"@{len(self._digits)}")
+        self._digits[name] = digit
+        return Size(((1, ((name, 0),)),), -1)
+
     def _write(self, write: Write, view: _View) -> Write:
         if not _is_longer(view):
             return replace(write, **self.place(write, view)) if _has_size(view) else write
+        view = self.placed(view)
         if write.replaces and not view.about[-1] and view.access is not None:
             raise Refused("a write that leaves out elements")
         if write.dtype != write.base.dtype:
@@ -1305,16 +1390,13 @@ class _Maker:
     def moved(self, given: _Place, view: _View) -> _Place:
         """A tensor that runs over dimensions of its array, in that as long as it is in memory."""
         assert view.runs is not None
-        for size, run in zip(view.sizes, view.runs, strict=True):
-            if isinstance(size, Size) and any(view.shape[dim] != size or step != 1 for dim, step in run):
-                raise Refused("a part at a place that changes")  # its surplus may lie behind the array's
         base = self.base(given.base, view.shape)
         if _has_size(view.shape[1:]) and isinstance(given.offset, Lifted):
             move = view.shape, base.shape
             if self._moves.setdefault(given.offset.index, move) != move:
                 raise Refused("a view at a place that changes, in two arrays")
         below = row_major(base.shape)
-        strides = tuple(sum(step * below[dim] for dim, step in run) or 1 for run in view.runs)
+        strides = tuple(sum(step * below[dim] for dim, step in run) for run in view.runs)
         return replace(given, sizes=self.shape(view.sizes), strides=strides, base=base)
 
     def base(self, base: Base, dims: Sequence[Leaf]) -> Base:
@@ -1368,7 +1450,7 @@ class _PaddedOp:
             self.argument(given, outlined, is_number=i < len(kinds) and kinds[i] in _NUMBERS)
             for i, (given, outlined) in enumerate(zip(op.args, call.args, strict=True))
         )
-        return args, tuple(self.part(view) if _is_longer(view) else None for view in call.made)
+        return args, tuple(self.part(self._maker.placed(view)) if _is_longer(view) else None for view in call.made)
 
     def argument(self, given: Any, outlined: Any, *, is_number: bool) -> Any:
         """An argument of the op on longer arrays; notes what it reads of them."""
@@ -1427,6 +1509,7 @@ class _PaddedOp:
             return replace(given, **self._maker.place(given, view))
         if given.dtype.itemsize != given.base.dtype.itemsize:
             raise Refused("a view of other elements")
+        view = self._maker.placed(view)
         if view.runs is not None:
             self.reads.append(self.part(view))
             return self._maker.moved(given, view)

@@ -313,7 +313,7 @@ def _infer_convolution_backward(
 @lowering("convolution", infer=_infer_convolution, multiplies=True)
 def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, *, ctx):
     channels = input.shape[1 - weight.ndim]
-    if is_known(channels) and channels == 0:  # of no channels PyTorch makes none
+    if input.size == 0 or (is_known(channels) and channels == 0):  # of no images, or no channels, PyTorch makes none
         return jnp.zeros(ctx.results[0][0], opmath(input).dtype)
     window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
     x, w = _computed(ctx, input, weight)
@@ -378,7 +378,7 @@ def convolution_backward(
     ctx,
 ):
     channels = input.shape[1 - weight.ndim]
-    if is_known(channels) and channels == 0:
+    if input.size == 0 or (is_known(channels) and channels == 0):
         zeros = (jnp.zeros(shape, opmath(grad_output).dtype) for shape, _ in ctx.results)
         return tuple(next(zeros) if is_wanted else None for is_wanted in output_mask)
     window = _window(weight.ndim - 2, stride, padding, dilation, transposed, output_padding)
