@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_support import make_engine
 from record_support import Record
+from torch import Tensor
 
 import torchtpu
 from torchtpu import config, metrics, startup
@@ -749,3 +750,20 @@ def test_where_that_form_fails_each_size_has_its_own(cheap_programs: None, monke
     assert laps_until_whole(17, torch.float64) > 0
     assert metrics.snapshot()["regions_promoted"] == 1
     assert metrics.snapshot()["bailouts"] == {"variants: ZeroDivisionError": 1}
+
+
+EXPANDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": lambda x: x.view(-1)[:6].unsqueeze(-1).expand(6, 3),
+    "row": lambda x: x[1, :4].unsqueeze(-1).expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_what_is_expanded_of_ever_other_arrays(name: str) -> None:
+    """Determinants are compiled for each size, so that what is beside them is padded in pieces."""
+    for n in range(5, 12):
+        x = torch.arange(n * n, dtype=torch.float64).view(n, n)
+        sent = x.to("tpu")
+        determinant, made = torch.linalg.det(sent), EXPANDED[name](sent) * 2
+        determinant.cpu()
+        torch.testing.assert_close(made.cpu(), EXPANDED[name](x) * 2)

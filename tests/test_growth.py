@@ -1236,19 +1236,6 @@ def test_parts_whose_size_has_nothing_to_do_with_their_array() -> None:
     assert programs <= 12
 
 
-def test_what_is_expanded_of_ever_other_arrays() -> None:
-    def loop(device: str) -> list[Tensor]:
-        found = []
-        for n in range(5, 15):
-            x = torch.randn(n, n, dtype=torch.float64).to(device)
-            # Determinants are compiled for each size, so that the rest is padded in pieces.
-            made = torch.linalg.det(x), x.view(-1)[:6].unsqueeze(-1).expand(6, 3) * 2, x[1, :4].expand(3, 4) * 2
-            found += [each.cpu() for each in made]
-        return found
-
-    same_on_both(loop)
-
-
 Crop = tuple[slice, slice, slice]
 
 

@@ -62,3 +62,11 @@ def test_a_row_that_is_masked_whole_attends_to_nothing(dtype: torch.dtype) -> No
     limit = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for ours, theirs in zip(made[1], made[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=limit, atol=limit)
+
+
+def test_a_row_whose_only_key_is_masked_attends_to_nothing() -> None:
+    q, k, v = (torch.ones(1, 1, n, 2, device="tpu", requires_grad=True) for n in (4, 1, 1))
+    mask = torch.zeros(4, 1, dtype=torch.bool, device="tpu")
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    y.square().sum().backward()
+    assert not any(t.detach().cpu().any() for t in (y, q.grad, k.grad, v.grad))

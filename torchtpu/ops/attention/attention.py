@@ -46,7 +46,10 @@ def _scores(query: Any, key: Any, bias: Any, is_causal: bool, scale: Any, ctx: A
 
 
 def _reduced(x: Any, start: Any, by: Any) -> Any:
-    return lax.reduce(x, jnp.asarray(start, x.dtype), by, (3,))[..., None]
+    first = jnp.asarray(start, x.dtype)
+    if x.shape[3] == 1:  # XLA takes the only element, whatever a reduction starts from
+        return by(x, jnp.broadcast_to(first, x.shape))
+    return lax.reduce(x, first, by, (3,))[..., None]
 
 
 def _scale(query: Any, scale: Any) -> Any:
