@@ -106,9 +106,6 @@ class DryRun:
         identity = self._journal.program(program)
         self._journal.outcome(ProgramOutcome(identity, "recorded"))
 
-    def is_prompt(self, work: Any) -> bool:
-        return False
-
     def launch(self, work: Any) -> None:
         """Describes the program's outputs."""
         self.counters.launched.add("usual")

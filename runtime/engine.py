@@ -156,7 +156,6 @@ class Engine:
         self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
         self.launch = self._executor.start
         self.resume = self._executor.resume
-        self.is_prompt = self._executor.is_prompt
 
     def close(self) -> bool:
         """Ends the compile threads: what is queued is dropped, what is compiling is waited for, about a second. Whether

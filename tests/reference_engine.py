@@ -108,9 +108,6 @@ class ReferenceEngine:
     def resolve(self, guard: object) -> None:
         raise AssertionError("no launch made a guard")
 
-    def is_prompt(self, work: Any) -> bool:
-        return True
-
     def await_launches(self, device: int) -> None:
         """Nothing runs between the calls."""
 

@@ -61,7 +61,7 @@ class Clock:
         def act(client: Client, executable: Any, *arguments: Any) -> Any:
             self.launched.append(self._names[id(executable)])
             self.now += self.seconds[self.launched[-1]]
-            return execute(client, executable, *arguments)
+            return execute(executable, *arguments)
 
         return act
 

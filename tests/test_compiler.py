@@ -76,7 +76,7 @@ def test_a_small_program_that_comes_with_a_large_one_is_compiled_beside_it(pool:
     large, small = pool.plan(3), pool.plan(4)
     pool.hold(large)
     pool.submit(pool.plan(5), 1).result(PATIENCE)  # the worker is there, and idle
-    with pool.engine.compiler._condition:
+    with pool.engine.compiler._lock:
         first, second = pool.submit(large, LARGE), pool.submit(small, 1)
     second.result(PATIENCE)
     assert not first.done()

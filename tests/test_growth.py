@@ -1236,6 +1236,42 @@ def test_parts_whose_size_has_nothing_to_do_with_their_array() -> None:
     assert programs <= 12
 
 
+ACROSS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "tokens": lambda x, j: x.flatten(0, 1)[4 * j : 4 * j + 4],
+    "elements": lambda x, j: x.view(-1)[5 * j : 5 * j + 4],
+    "steps": lambda x, j: x.view(-1)[3 * j : 3 * j + 7 : 2],
+    "of rows": lambda x, j: x.flatten(1)[:, 3 * j : 3 * j + 4],
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+@pytest.mark.parametrize("is_written", [False, True], ids=["read", "written"])
+def test_parts_that_run_over_the_ends_of_rows(name: str, is_written: bool) -> None:
+    """Whether they do hangs on where they begin, which is a run-time int."""
+
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        for n in (5, 9, 6, 11, 7, 10, 12, 8, 13):
+            x = torch.rand(3, n, 2).to(device)
+            for j in range(4):
+                if is_written:
+                    ACROSS[name](x, j).add_(0.5).tanh_()
+                found.append((ACROSS[name](x, j) * 2).exp().sum(-1).cpu())
+            found.append(x.cpu())
+        return found
+
+    with config.using(check="padding"):
+        same_on_both(loop)
+
+
+def test_quarters_of_a_turn_that_change_with_sizes() -> None:
+    def loop(device: str) -> list[Tensor]:
+        turns = [torch.rand(n, n, 2).to(device).mul(1).rot90(k) for k in (0, 1, 2, 3, 5, 2) for n in (5, 7, 4)]
+        return [turn.cpu() for turn in turns]
+
+    same_on_both(loop)
+
+
 Crop = tuple[slice, slice, slice]
 
 

@@ -548,3 +548,46 @@ def test_an_interrupt_that_nobody_catches_is_how_the_process_ends(name: str) -> 
     )  # Python forgets the interrupt as it runs a text
     assert ended.status == status
     assert status == 1 or ended.err.endswith("\nKeyboardInterrupt\n")
+
+
+SENT = """
+    import _thread, ctypes, random, threading, time
+    import torch
+
+    class TimedOut(Exception):
+        pass
+
+    def send():
+        time.sleep(dice.uniform(0.002, 0.02))
+        if error is None:
+            _thread.interrupt_main()
+        else:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(me), ctypes.py_object(error))
+
+    me, dice, torn = threading.get_ident(), random.Random(0), 0
+    for i in range(120):
+        w, steps = torch.zeros(4, device="tpu"), 0
+        sender = threading.Thread(target=send)
+        try:
+            sender.start()
+            while True:
+                w.add_(1)
+                steps += 1
+                w.sum().item()
+        except (KeyboardInterrupt, TimedOut):
+            pass
+        while sender.is_alive():
+            try:
+                sender.join()
+            except (KeyboardInterrupt, TimedOut):
+                pass
+        torn += w[0].item() not in (steps, steps + 1)
+    print(torn)
+"""
+
+
+@pytest.mark.parametrize("error", ["None", "KeyboardInterrupt", "TimedOut"])
+def test_what_another_thread_sends_during_a_launch_loses_nothing(error: str) -> None:
+    """By `_thread.interrupt_main`, or by `PyThreadState_SetAsyncExc`, as time limits and stop buttons do."""
+    ended = run_script(SENT.replace("me, dice", f"error = {error}\n    me, dice"))
+    assert (ended.status, ended.out, ended.err) == (0, "0\n", "")

@@ -87,3 +87,11 @@ def test_parts_of_complex_half_precision_are_written() -> None:
     assert x.tolist() == [-3j, 1, 2j, 4]
     assert x.resize_(6)[:4].tolist() == [-3j, 1, 2j, 4]
     assert torch.empty(2, 3, out=torch.zeros(1, dtype=torch.complex32, device="tpu").resize_(0)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_a_number_is_true_for_its_imaginary_part(dtype: torch.dtype) -> None:
+    numbers = torch.tensor(NUMBERS, dtype=dtype)
+    sent = numbers.to("tpu")
+    assert torch.equal(sent.bool().cpu(), numbers.bool())
+    assert torch.equal(torch.empty_like(sent, dtype=torch.bool).copy_(sent).cpu(), numbers.bool())

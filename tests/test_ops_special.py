@@ -16,3 +16,11 @@ def test_incomplete_gammas_of_large_shapes_end_and_are_exact(dtype: torch.dtype,
         found = ours(a.to("tpu"), x.to("tpu")).cpu().double()
         expected = torch.from_numpy(exact(a.double().numpy(), x.double().numpy()))
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_incomplete_gamma_functions_far_from_a_large_shape(dtype: torch.dtype) -> None:
+    a = torch.tensor([1e10, 1e10, 1e10, 1e6, 1e5, 3e10, 170.0, 1e10], dtype=dtype)
+    x = torch.tensor([1.0, 0.5, 20.5, 1.0, 1.0, 3.0, 1e10, 2e10], dtype=dtype)
+    for function in (torch.special.gammainc, torch.special.gammaincc):
+        torch.testing.assert_close(function(a.to("tpu"), x.to("tpu")).cpu(), function(a, x))

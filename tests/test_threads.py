@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -261,3 +262,57 @@ def test_threads_that_finish_a_device_close_each_outcome_once(monkeypatch: pytes
     monkeypatch.setattr(executor, "_outcomes", [deque([Outcome()]) for _ in executor._outcomes])
     run_all(*[lambda: executor.finish(0)] * 2)
     assert len(closed) == 1
+
+
+class Meter:
+    """Garbage that only the cyclic collector finds, and that reads a tensor in the end."""
+
+    threads: ClassVar[list[str]] = []
+    totals: ClassVar[list[float]] = []
+
+    def __init__(self, value: float) -> None:
+        self.itself = self
+        self.total = torch.full((4,), value, device="tpu")
+
+    def __del__(self) -> None:
+        Meter.totals.append(self.total.sum().item())
+        Meter.threads.append(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("youngest", [5, 100, 700])
+def test_finalizers_that_read_run_in_the_users_thread(youngest: int) -> None:
+    threshold = gc.get_threshold()
+    Meter.threads.clear()
+    Meter.totals.clear()
+    try:
+        gc.set_threshold(youngest, 2, 2)
+        for i in range(150):
+            Meter(float(i))
+            x = torch.ones(5 + i % 7, 1 + i % 3, device="tpu")
+            for _ in range(i % 9):
+                x = (x * 1.5).sin() + i % 4
+            x.sum().item()
+        assert Meter.totals, "garbage is collected meanwhile"
+        while gc.get_threshold()[0] == 0:  # something is still compiled
+            time.sleep(0.01)
+        assert gc.get_threshold() == (youngest, 2, 2)
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert sorted(Meter.totals) == [4.0 * i for i in range(150)]
+    assert set(Meter.threads) == {"MainThread"}
+
+
+def test_a_threshold_set_while_the_collector_waits_stays() -> None:
+    threshold = gc.get_threshold()
+    try:
+        with _C.CollectionDeferred():
+            assert gc.get_threshold()[0] == 0
+            assert gc.isenabled()
+            gc.set_threshold(321)
+        assert gc.get_threshold()[0] == 321
+    finally:
+        gc.set_threshold(*threshold)
+    with _C.CollectionDeferred(), _C.CollectionDeferred():
+        pass
+    assert gc.get_threshold() == threshold

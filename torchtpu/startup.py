@@ -38,10 +38,7 @@ _GOOGLE = "0x1ae0"
 _CHIPS = {chip.pci_id: chip for chip in CHIPS.values()}
 
 
-_CALLED = (
-    "plan", "is_prompt", "launch", "upload", "download", "resolve", "await_launches", "finish", "waiting",
-    "waited",
-)  # fmt: skip
+_CALLED = ("plan", "launch", "upload", "download", "resolve", "await_launches", "finish", "waiting", "waited")
 
 
 class LazyEngine:
@@ -102,9 +99,6 @@ class LazyEngine:
             plan.failed(error)
         else:
             engine.plan(plan)
-
-    def is_prompt(self, work: Any) -> bool:
-        return False
 
     def launch(self, work: Any) -> None:
         self.start().launch(work)
@@ -427,6 +421,7 @@ def _after_fork_in_child() -> None:
     if _process.is_in_bad_fork:  # at its end autograd would wait ten seconds for the device's threads
         os.environ.setdefault("TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT", "0")
     jax_modules.forget_threads()
+    _C.forget_deferred_collections()
 
 
 def _shut_down() -> None:

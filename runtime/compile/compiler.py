@@ -19,6 +19,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, NamedTuple
 
 from torchtpu.compiler_cache import Note, Store
+from torchtpu.runtime import _C
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.device.loaded import Loaded
 from torchtpu.runtime.telemetry.counters import Counters
@@ -32,6 +33,7 @@ _SMALL = 32  # ops: what compiles in a fraction of a second
 
 
 IsWanted = Callable[[], bool]
+_Task = Callable[[], None]
 
 
 class _CompileJob(NamedTuple):
@@ -60,6 +62,10 @@ class _Wish(NamedTuple):
         return any(asker() is not None for asker in self.askers)
 
 
+def _cancel(flight: Future[Loaded]) -> None:
+    flight.cancel()
+
+
 class NotCompiledError(RuntimeError):
     """A program is neither in memory nor in the store, and none may be compiled."""
 
@@ -82,7 +88,8 @@ class Compiler:
         self._counters = counters
         self._capacity = capacity
         self._may_compile = may_compile
-        self._condition = threading.Condition()  # guards what follows
+        self._bell = _C.Bell()  # rung where a worker may have something to do
+        self._lock = threading.RLock()  # guards what follows
         self._flights: OrderedDict[tuple[str, int], Future[Loaded]] = OrderedDict()
         self._jobs: deque[_CompileJob] = deque()
         self._wishes: OrderedDict[tuple[str, int], _Wish] = OrderedDict()
@@ -104,7 +111,7 @@ class Compiler:
         A build that failed is forgotten: who asks again builds again. `note` is kept beside what is stored.
         """
         flight_key = plan.key.digest, device
-        with self._condition:
+        with self._lock:
             self._submitted.add(plan.key.digest)
             if wisher is None:
                 self._needed.add(flight_key)
@@ -120,7 +127,7 @@ class Compiler:
                 elif wish is not None:
                     del self._wishes[flight_key]
                     self._enqueue(wish.job)
-                    self._condition.notify_all()
+                    self._bell.ring()
                 return flight
             if self._is_closed:
                 raise RuntimeError("the compiler is shut down")
@@ -139,33 +146,33 @@ class Compiler:
                     self._late_thread = self._start(self._work_later, "torchtpu-compile-later")
             else:
                 self._enqueue(job)
-            self._condition.notify_all()
+            self._bell.ring()
         return flight
 
     def _enqueue(self, job: _CompileJob) -> None:
-        """Has a job done by the first worker that is free. Under the condition."""
+        """Has a job done by the first worker that is free. Under the lock."""
         self._jobs.append(job)
         if self._idle == 0 and len(self._threads) < self._max_threads:
             self._threads.append(self._start(self._work, f"torchtpu-compile-{len(self._threads)}"))
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """Small jobs that all workers are too busy for have a worker of their own. Under the condition."""
+        """Small jobs that all workers are too busy for have a worker of their own. Under the lock."""
         if self._idle == 0 and any(job.is_small for job in self._jobs):
             if self._small_thread is None:
                 self._small_thread = self._start(self._work_small, "torchtpu-compile-small")
-            self._condition.notify_all()
+            self._bell.ring()
 
     def has(self, plan: Plan, device: int) -> bool:
         """Whether a plan's program is being compiled, or is there, in memory or, by the look of it, in the store."""
-        with self._condition:
+        with self._lock:
             if (plan.key.digest, device) in self._flights:
                 return True
         return self._is_stored(plan)
 
     def is_loaded(self, plan: Plan, device: int) -> bool:
         """Whether a plan's program is there, in memory."""
-        with self._condition:
+        with self._lock:
             flight = self._flights.get((plan.key.digest, device))
         return flight is not None and flight.done() and not flight.cancelled() and flight.exception() is None
 
@@ -173,14 +180,14 @@ class Compiler:
         """Whether something that had to run has asked for a plan's program before, here or in an earlier process: what
         is compiled may hang on that. On what has been compiled, or promoted, by now it may not, as that is a matter
         of the clock."""
-        with self._condition:
+        with self._lock:
             if (plan.key.digest, device) in self._needed:
                 return True
         return self.was_stored(plan)
 
     def was_stored(self, plan: Plan) -> bool:
         """Whether a plan's program is, by the look of it, in the store, and not by this process's doing."""
-        with self._condition:
+        with self._lock:
             if plan.key.digest in self._submitted:
                 return False
         return self._is_stored(plan)
@@ -190,23 +197,23 @@ class Compiler:
 
     def submitted(self) -> list[str]:
         """The keys of all programs that were ever asked for."""
-        with self._condition:
+        with self._lock:
             return sorted(self._submitted)
 
     def digests(self) -> list[str]:
         """The keys of the programs in memory."""
-        with self._condition:
+        with self._lock:
             return sorted({digest for (digest, _), flight in self._flights.items() if flight.done()})
 
     def outstanding(self) -> list[Future[Loaded]]:
         """The programs asked for that are not there yet."""
-        with self._condition:
+        with self._lock:
             return [flight for flight in self._flights.values() if not flight.done()]
 
     def describe(self) -> str:
         """What is being compiled, for how long, and how many programs wait for that: for people."""
         now = time.perf_counter()
-        with self._condition:
+        with self._lock:
             running = [
                 f"{job.ops} ops of {job.line} for {max(now - since, 0):.0f} s"
                 for job, since in self._running.items()
@@ -217,22 +224,22 @@ class Compiler:
 
     def forget(self, digests: Collection[str] | None = None) -> None:
         """Lets go of the executables, or of those with these keys, that only this keeps."""
-        with self._condition:
+        with self._lock:
             for key in [k for k, flight in self._flights.items() if flight.done()]:
                 if digests is None or key[0] in digests:
                     del self._flights[key]
 
     def close(self) -> bool:
         """Drops what waits, finishes what is being compiled (for a while), ends the threads; whether all have."""
-        with self._condition:
+        with self._lock:
             self._is_closed = True
             self._jobs.clear()
             self._wishes.clear()
-            self._condition.notify_all()
+            self._bell.ring()
             threads = [*self._threads, *(t for t in (self._small_thread, self._late_thread) if t is not None)]
         others = [thread for thread in threads if thread is not threading.current_thread()]
         _join(others, _JOIN_SECONDS)
-        with self._condition:
+        with self._lock:
             flights = list(self._flights.values())
             self._flights.clear()
         for flight in flights:
@@ -244,70 +251,88 @@ class Compiler:
         thread.start()
         return thread
 
+    def _serve(self, find: Callable[[], _Task | None]) -> None:
+        """The life of a worker: does what `find` finds, which is called under the lock, until the compiler is closed. A
+        finalizer that reads a tensor may wait for what is compiled here: none runs but while nothing is to be done."""
+        with _C.CollectionDeferred():
+            while True:
+                seen = self._bell.count
+                with self._lock:
+                    if self._is_closed:
+                        return
+                    task = find()
+                if task is None:
+                    self._bell.wait(seen)
+                else:
+                    task()
+
     def _work(self) -> None:
-        while True:
-            with self._condition:
-                self._idle += 1
-                self._condition.notify_all()
-                while not self._jobs and not self._is_closed:
-                    self._condition.wait()
-                self._idle -= 1
-                if self._is_closed:
-                    return
-                job = self._jobs.popleft()
-                self._hand_on()
-            self._run(job, None)
+        is_idle = False
+
+        def find() -> _Task | None:
+            nonlocal is_idle
+            is_idle = self._note_idle(is_idle, not self._jobs)
+            if is_idle:
+                return None
+            job = self._jobs.popleft()
+            self._hand_on()
+            return functools.partial(self._run, job, None)
+
+        self._serve(find)
+
+    def _note_idle(self, was: bool, now: bool) -> bool:
+        """A worker has something to do, or nothing any more. Under the lock."""
+        self._idle += now - was
+        if now and not was:
+            self._bell.ring()
+        return now
 
     def _work_small(self) -> None:
         """Compiles small programs while all other workers are at something else."""
-        while True:
-            with self._condition:
-                job = None
-                while job is None:
-                    if self._is_closed:
-                        return
-                    small = (job for job in self._jobs if job.is_small)
-                    job = next(small, None) if self._idle == 0 else None
-                    if job is None:
-                        self._condition.wait()
-                    else:
-                        self._jobs.remove(job)
-            self._run(job, None)
+
+        def find() -> _Task | None:
+            job = next((job for job in self._jobs if job.is_small), None) if self._idle == 0 else None
+            if job is None:
+                return None
+            self._jobs.remove(job)
+            return functools.partial(self._run, job, None)
+
+        self._serve(find)
 
     def _run(self, job: _CompileJob, is_wanted: IsWanted | None) -> None:
-        with self._condition:
+        with self._lock:
             self._running[job] = time.perf_counter()
         try:
             job.run(is_wanted)
         finally:
-            with self._condition:
+            with self._lock:
                 del self._running[job]
 
     def _work_later(self) -> None:
         with contextlib.suppress(AttributeError, OSError):  # no such system, or not allowed
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LATER_NICENESS)
-        while True:
-            with self._condition:
-                while not self._is_closed and (self._jobs or self._idle < len(self._threads) or not self._wishes):
-                    self._condition.wait()
-                if self._is_closed:
-                    return
-                key, wish = self._wishes.popitem(last=False)
-                abandoned = None if wish.is_wanted else self._flights.pop(key)
-                self._fulfilled = None if abandoned else wish
-            if abandoned is None:
-                self._run(wish.job, functools.partial(self._is_still_wanted, wish))
-                self._fulfilled = None
-            else:
-                self._counters.compiles_abandoned += 1
-                abandoned.cancel()
+        self._serve(self._find_wish)
+
+    def _find_wish(self) -> _Task | None:
+        if self._jobs or self._idle < len(self._threads) or not self._wishes:
+            return None
+        key, wish = self._wishes.popitem(last=False)
+        if wish.is_wanted:
+            self._fulfilled = wish
+            return functools.partial(self._fulfil, wish)
+        self._counters.compiles_abandoned += 1
+        return functools.partial(_cancel, self._flights.pop(key))
+
+    def _fulfil(self, wish: _Wish) -> None:
+        self._run(wish.job, functools.partial(self._is_still_wanted, wish))
+        self._fulfilled = None
 
     def _is_still_wanted(self, wish: _Wish) -> bool:
         return wish.is_wanted and not self._is_closed
 
     def _is_abandoned(self, key: tuple[str, int], is_wanted: IsWanted | None) -> bool:
         """Forgets a program whose compile was stopped, unless somebody has come to want it meanwhile."""
-        with self._condition:
+        with self._lock:
             if is_wanted is not None and is_wanted():
                 return False
             self._flights.pop(key, None)
@@ -326,7 +351,7 @@ class Compiler:
                     return
                 loaded = self._load_or_compile(plan, device, note)
         except BaseException as error:  # noqa: BLE001 -- whatever it is, the waiters have to hear of it
-            with self._condition:
+            with self._lock:
                 self._flights.pop((plan.key.digest, device), None)
             with contextlib.suppress(InvalidStateError):  # cancelled meanwhile: the compiler is closed
                 flight.set_exception(error)
@@ -335,7 +360,7 @@ class Compiler:
             flight.set_result(loaded)
         kept: Future[Loaded] = Future()  # the callbacks of the first hold programs and plans
         kept.set_result(loaded)
-        with self._condition:
+        with self._lock:
             if (plan.key.digest, device) in self._flights:
                 self._flights[plan.key.digest, device] = kept
             done = [k for k, f in self._flights.items() if f.done()]
@@ -381,10 +406,9 @@ class Compiler:
             raise NotCompiledError("the program is not compiled, and the policy is frozen")
         started = time.perf_counter()
         data = self._compile_apart(plan, device, note, is_wanted)
-        if data is None:
-            executable = self._client.compile(plan.text(), device, plan.homes, plan.options)
-        else:
-            executable = self._client.deserialize(data, device, plan.homes, plan.options)
+        executable = data and self._client.deserialize(data, device, plan.homes, plan.options)
+        if executable is None or self._client.is_miscompiled(plan.text(), executable):
+            executable, data = self._client.compile(plan.text(), device, plan.homes, plan.options), None
         milliseconds = (time.perf_counter() - started) * 1e3
         self._counters.compiled(str((note or {}).get("tier", "usual")), milliseconds)
         return Loaded(executable, *self._client.memory(executable), "compile", milliseconds), data

@@ -36,12 +36,12 @@ from torchtpu.runtime.ir.checked import (
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.manifest import FORMAT, decode, encode
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Program
+from torchtpu.runtime.ir.strided_access import Digit
 from torchtpu.runtime.ir.values import operands
 from torchtpu.runtime.lowering import fingerprint
 from torchtpu.runtime.lowering.emit import Aval, Check, Module, lower
 from torchtpu.runtime.lowering.fragments import Fragments
 from torchtpu.runtime.lowering.templates import EVALUATION
-from torchtpu.runtime.lowering.views import Digit
 from torchtpu.runtime.padding.layout import shape_agnostic_signature
 from torchtpu.runtime.partition.clusters import Clusters, Places, cut_out, may_have_clusters, search
 from torchtpu.runtime.telemetry.counters import Counters

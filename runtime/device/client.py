@@ -31,7 +31,7 @@ from torchtpu.compiler_cache import Key, Target, compiler_line, host_cpu_feature
 from torchtpu.runtime import _C
 from torchtpu.runtime.device.sizes import nbytes_of
 
-from . import jax_modules
+from . import jax_modules, miscompiled
 from .chips import topology_of
 from .compile_process import compile_apart
 from .jaxlib_versions import UNCHECKED_HANDLER
@@ -164,11 +164,20 @@ class Client:
         together, with `more` options than usual; raises what XLA raises. The GIL is released meanwhile."""
         options = self._options_for(device, homes, more)
         executable = self._client.compile_and_load(text, self._device_list(device), options)
+        if self.is_miscompiled(text, executable):
+            options = self._options_for(device, homes, (*more, *miscompiled.WITHOUT))
+            executable = self._client.compile_and_load(text, self._device_list(device), options)
         self._num_compiled += 1
         if not self._keeps_memory or self._num_compiled % _COMPILES_BETWEEN_TRIMS == 0:
             with contextlib.suppress(AttributeError, OSError):  # another C library
                 ctypes.CDLL(None).malloc_trim(0)  # the compiler frees far more than malloc would give back
         return executable
+
+    def is_miscompiled(self, text: str, executable: Any) -> bool:
+        """Whether an executable of a StableHLO module computes something else, and is to be compiled again."""
+        if self.platform != "cpu" or not miscompiled.may_be(text):
+            return False
+        return any(miscompiled.is_miscompiled(module.to_string()) for module in executable.hlo_modules())
 
     def compile_apart(
         self, text: str, device: int, more: Options = (), *, is_wanted: Callable[[], bool]
@@ -216,14 +225,9 @@ class Client:
             for shape, dtype in avals
         ]
 
-    def execute(self, executable: Any, arguments: list[Any], handlers: list[Any]) -> tuple[list[Any], Any]:
-        """Enqueues one launch, or runs the program where the client `runs_at_once`.
-
-        Returns its arrays, which may still be pending, and what `wait_for_launch` waits for.
-        """
-        results = executable.execute_sharded(arguments, with_tokens=True)
-        token = results.consume_token()
-        return results.consume_with_handlers(handlers), token
+    # Enqueues one launch of an executable, or runs the program where the client `runs_at_once`: makes of arguments and
+    # handlers the arrays, which may still be pending, and what `wait_for_launch` waits for. See launch/execute.h.
+    execute: Callable[[Any, list[Any], list[Any]], tuple[list[Any], Any]] = staticmethod(_C.execute)
 
     def execute_together(self, executable: Any, arguments: list[Any], handlers: list[Any]) -> tuple[list[Any], Any]:
         """The same for a program that other processes launch too."""
@@ -331,7 +335,9 @@ def key_of(digest: str, client: Compiles, homes: Homes = (), more: Options = ())
     """The key of the executable of the program with this digest, compiled with `more` options than usual: of the client
     only what it compiles for counts, not whether it has chips, nor which of its devices is used."""
     target = client.target
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "").split() if target.platform == "tpu" else ()
+    flags: Sequence[str] = (miscompiled.CHECK,) if target.platform == "cpu" else ()
+    if target.platform == "tpu":
+        flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     options = client.options(0, homes, more)
     return program_key(digest, target, options=options, flags=flags, positions=homes or None)
 

@@ -145,12 +145,6 @@ class Autotuner:
             launches //= 2
         return launches
 
-    @property
-    def is_prompt(self) -> bool:
-        """Whether a launch now makes, times and awaits nothing."""
-        variant = self._prompt_variant()
-        return variant is not None and bool(variant.is_prompt)
-
     def _launch(self, work: Any, context: LaunchContext) -> None:
         if self._config == FIRST:
             self._try_to_promote()
@@ -163,21 +157,6 @@ class Autotuner:
         else:
             self._launches += 1
             self._tune(work, context)
-
-    def _prompt_variant(self) -> Any:
-        """What a launch now would take, where it makes, times and awaits nothing; else None."""
-        if self._config and self._variants.has_to_be_usual():
-            return self._usual.result() if self._usual is not None and self._usual.done() else None
-        if self._config == FIRST:
-            is_awaited = self._usual is not None and not self._usual.done()
-            may_be_made = not self._variants.is_fixed() and self._variants.may_be_paid(self._launches + 1)
-            return self.variant if is_awaited or not may_be_made else None
-        if not self._untried or self._variants.is_fixed():
-            return self.variant
-        if self._candidate is not None or (self._launches >= _FIRST and not self._seconds):
-            return None
-        config = *self._config, self._untried[0]
-        return None if self._variants.is_due(config, self._launches + 1, self._seconds) else self.variant
 
     def _try_to_promote(self) -> None:
         """Has the usual variant made once the launches have paid for it, and takes it once it is there."""

@@ -16,8 +16,8 @@ from torchtpu.runtime._C import DirectLaunch
 from torchtpu.runtime.device.client import Aval, Client
 from torchtpu.runtime.device.loaded import About, Loaded
 from torchtpu.runtime.device.sizes import nbytes_of
+from torchtpu.runtime.ir.strided_access import Digit, fits
 from torchtpu.runtime.lowering.emit import Check, failed_aval
-from torchtpu.runtime.lowering.views import Digit, fits
 from torchtpu.runtime.telemetry.counters import Counters
 from torchtpu.runtime.telemetry.observers import Observer
 
@@ -38,10 +38,6 @@ class Launchable(Protocol):
     def meets_others(self) -> bool: ...
     @property
     def takes_padding(self) -> bool: ...
-    @property
-    def is_prompt(self) -> bool:
-        """Whether a launch now takes no time but the program's: nothing is made, timed or awaited before it."""
-
     def launch(self, work: Any, context: LaunchContext) -> None:
         """Enqueues what computes the work's outputs; tells the work what came of it and never raises."""
 
@@ -239,11 +235,6 @@ class Executable:
     def is_plain(self) -> bool:
         """Whether nothing is asked of a launch but its outputs, and there has been one."""
         return not self.checks and not self.is_fresh
-
-    @property
-    def is_prompt(self) -> bool:
-        """Whether `at` makes nothing."""
-        return not self.offsets or self._flat is not None
 
     @property
     def argument_bytes(self) -> int:

@@ -68,17 +68,6 @@ class Executor:
         self._outcomes: list[deque[CheckResults]] = [deque() for _ in client.devices]  # not known when last looked at
         self._failed: list[list[CheckResults]] = [[] for _ in client.devices]  # not raised when last looked at
 
-    def is_prompt(self, work: Any) -> bool:
-        """Whether launching the work takes no time but the program's: no other rank, no memory and no compile is waited
-        for, and nothing has to be made."""
-        if work.build_error is not None or (work.executable.takes_padding and self._knob("check") != "off"):
-            return False
-        if not work.executable.is_prompt or not self._memory.limit(work.device):
-            return bool(work.executable.is_prompt)
-        launched = getattr(work.executable, "variant", work.executable)
-        needed = getattr(launched, "needed_bytes", None)
-        return self._client.runs_at_once and needed is not None and self._memory.has_surely(work.device, needed)
-
     def start(self, work: Any) -> None:
         """Launches what the recorder cut, but for a work that `is_ahead` of earlier ones where these may be the worse
         for it: other ranks launch it in its turn, or it takes memory that is limited."""

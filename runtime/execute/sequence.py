@@ -67,11 +67,6 @@ class Sequence:
         return peak
 
     @functools.cached_property
-    def is_prompt(self) -> bool:
-        """Whether no part may have to be made at its launch, for an offset that nobody expected."""
-        return all(getattr(self._executable_of(number), "is_prompt", False) for number in range(len(self.parts)))
-
-    @functools.cached_property
     def about(self) -> Any:
         """What is said of the part that takes most."""
         return max((self._executable_of(i) for i in range(len(self.parts))), key=lambda e: e.needed_bytes).about

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -167,3 +167,16 @@ def _fit(cuts: list[int], dims: list[_Dim], rank: int, offset: int, total: int) 
             k, step = k - 1, 1
         merged[dim.position] = tuple(reversed(digits))
     return StridedAccess(tuple(factors), tuple(weights), tuple(ranges), tuple(merged))
+
+
+class Digit(NamedTuple):
+    """A condition on a run-time offset: `offset // weight % size <= limit`."""
+
+    weight: int
+    size: int
+    limit: int
+
+
+def fits(offsets: Mapping[int, frozenset[Digit]], ints: Sequence[int]) -> bool:
+    """Whether run-time ints are as a program with these digits of them takes for granted."""
+    return all(ints[i] // weight % size <= limit for i, known in offsets.items() for weight, size, limit in known)

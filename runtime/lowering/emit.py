@@ -20,7 +20,7 @@ from torchtpu.runtime.ir.calls import Parameter, results_of, written
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.liveness import find_live
 from torchtpu.runtime.ir.program import Base, Lifted, Op, Operand, Program, Random, Result, Write
-from torchtpu.runtime.ir.strided_access import row_major
+from torchtpu.runtime.ir.strided_access import Digit, row_major
 from torchtpu.runtime.ir.types import tensor_type
 from torchtpu.runtime.ir.values import size_of
 
@@ -31,7 +31,7 @@ from .fragments import Fragments
 from .materialization import STORED, boundary, find_boundaries
 from .quotients import find_divided
 from .tracing import Fragment
-from .views import Digit, View
+from .views import View
 
 Aval = tuple[tuple[int, ...], torch.dtype]
 

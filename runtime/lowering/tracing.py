@@ -434,7 +434,7 @@ def _cast(array: Any, dtype: torch.dtype) -> Any:
     import jax.numpy as jnp
 
     if jnp.issubdtype(array.dtype, jnp.complexfloating) and not dtype.is_complex:
-        array = array.real
+        array = array != 0 if dtype == torch.bool else array.real
     if dtype == torch.float8_e4m3fn and jnp.issubdtype(array.dtype, jnp.floating):
         # PyTorch's largest number stands for all that are larger, XLA's NaN does.
         array = jnp.clip(array, -448, 448)

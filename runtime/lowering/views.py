@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from torchtpu.runtime.ir.program import Base
-from torchtpu.runtime.ir.strided_access import Range, Shape, StridedAccess, find_access
+from torchtpu.runtime.ir.strided_access import Digit, Range, Shape, StridedAccess, find_access
 
 from .casts import as_dtype, cast, cast_back, flatten
 from .hlo import Lines, Value
@@ -42,19 +42,6 @@ class Snippet(NamedTuple):
         if text:
             text = text.replace("%t", prefix).replace(_ARRAY, array).replace(_NEW, new).replace(_OFFSET, offset)
         return text, result.replace("%t", prefix).replace(_ARRAY, array).replace(_NEW, new)
-
-
-class Digit(NamedTuple):
-    """A condition on a run-time offset: `offset // weight % size <= limit`."""
-
-    weight: int
-    size: int
-    limit: int
-
-
-def fits(offsets: Mapping[int, frozenset[Digit]], ints: Sequence[int]) -> bool:
-    """Whether run-time ints are as a program with these digits of them takes for granted."""
-    return all(ints[i] // weight % size <= limit for i, known in offsets.items() for weight, size, limit in known)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -11,13 +11,14 @@ import functools
 import weakref
 from array import array as numbers_of
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchtpu.runtime.device.client import Client
 from torchtpu.runtime.ir.program import Base, Program
+from torchtpu.runtime.ir.strided_access import fits
 from torchtpu.runtime.telemetry.counters import Counters
 
 from .layout import PaddedProgram
@@ -121,8 +122,12 @@ class PaddedExecutable:
     meets_others = False
     takes_padding = True
 
-    def __init__(self, copies: Copies, padded: PaddedProgram, executable: Any) -> None:
+    def __init__(
+        self, copies: Copies, padded: PaddedProgram, executable: Any, make_exact: Callable[[int], Any]
+    ) -> None:
         self.executable = executable
+        self._make_exact = functools.cache(make_exact)  # by device
+        self._limits = padded.limits
         self.program = padded.program
         self.outputs = padded.outputs
         self._copies = copies
@@ -151,13 +156,13 @@ class PaddedExecutable:
         needed: int = self.executable.needed_bytes
         return needed
 
-    @property
-    def is_prompt(self) -> bool:
-        """Whether a launch now takes no time but the program's."""
-        return bool(self.executable.is_prompt)
-
     def launch(self, work: Any, context: Any) -> None:
-        """Launches the padded program; `context` is that of its executable's launch."""
+        """Launches the padded program, or what it stands for; `context` is that of its executable's launch."""
+        if self._limits and not fits(self._limits, work.ints.tolist()):
+            context.counters.not_padded("a part that runs over the end of a row", work.program.line)
+            with context.recovering(work):
+                self._make_exact(work.device).launch(self._copies.without_surplus(work), context)
+            return
         with context.recovering(work):
             padded = PaddedWork(work, self)
             context.check_padding(padded)

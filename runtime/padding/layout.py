@@ -50,7 +50,7 @@ from torchtpu.runtime.ir.program import (
     Write,
 )
 from torchtpu.runtime.ir.scalar_lifting import IsStructural
-from torchtpu.runtime.ir.strided_access import find_access, row_major
+from torchtpu.runtime.ir.strided_access import Digit, find_access, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
 
 from .ask import Askable
@@ -631,14 +631,17 @@ class PaddedProgram:
     """A program of longer arrays. After its own run-time ints it takes `numbers`; of the former those in `moves`, by
     place, are offsets in arrays of the first of two shapes, which are longer now, of the second. The numbers in
     `digits`, by place, are one more than `i // weight % size`, where i is the own run-time int at the place that
-    precedes weight and size. `inputs` and `outputs` are the shapes that count, by place, of the arrays that are longer.
-    Its form was made for the first of the programs `samples`, and is what the others have in common.
+    precedes weight and size. Where the own run-time ints do not meet `limits`, a part runs over the end of a row, and
+    `exact`, which is not padded, is to run. `inputs` and `outputs` are the shapes that count, by place, of the arrays
+    that are longer. Its form was made for the first of the programs `samples`, and is what the others have in common.
     """
 
     program: Program
     numbers: tuple[int, ...]
     moves: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
     digits: Mapping[int, tuple[int, int, int]]
+    limits: Mapping[int, frozenset[Digit]]
+    exact: Program
     inputs: Mapping[int, tuple[int, ...]]
     outputs: Mapping[int, tuple[int, ...]]
     samples: tuple[Program, ...]
@@ -648,9 +651,9 @@ class PaddedProgram:
 class PaddedForm:
     """What padded programs of the same capacities have in common: `program` with the run-time ints `numbers`, those
     of its ints that are offsets in arrays which are longer, with their dimensions and shapes, the variables that follow
-    from an offset, the inputs that are longer, and the outputs, these with what makes them: an op and which of its
-    results, or -1 and an input. It was made for the program `first`. `executables` is for what runs it, by device,
-    while something holds that, `making` for what will, while it is made.
+    from an offset, what has to lie within a row, the inputs that are longer, and the outputs, these with what makes
+    them: an op and which of its results, or -1 and an input. It was made for the program `first`. `executables` is for
+    what runs it, by device, while something holds that, `making` for what will, while it is made.
     """
 
     def __init__(
@@ -659,6 +662,7 @@ class PaddedForm:
         numbers: tuple[Size, ...],
         moves: Mapping[int, tuple[tuple[Leaf, ...], tuple[int, ...]]],
         digits: Mapping[str, _Digit],
+        within: Collection[tuple[_Digit, Leaf, int]],
         inputs: tuple[int, ...],
         outputs: tuple[tuple[int, int, int], ...],
         first: Program,
@@ -670,6 +674,7 @@ class PaddedForm:
         self._numbers = numbers
         self._moves = moves
         self._digits = {i: found for i, n in enumerate(numbers) if (found := _digit_of(n, digits))}
+        self._within = within
         self._inputs = inputs
         self._outputs = outputs
         self._conditions: list[tuple[Op, tuple[str, ...]]] | None = None
@@ -693,11 +698,21 @@ class PaddedForm:
                 i: (place, math.prod(map(known, shape[dim + 1 :])), known(shape[dim]))
                 for i, (place, shape, dim) in self._digits.items()
             },
+            self._limits(known),
+            program,
             inputs,
             outputs,
             (self._first, *samples),
             self,
         )
+
+    def _limits(self, known: Callable[[Leaf], int]) -> dict[int, frozenset[Digit]]:
+        limits: dict[int, frozenset[Digit]] = {}
+        for (place, shape, dim), size, step in self._within:
+            weight, whole = math.prod(map(known, shape[dim + 1 :])), known(shape[dim])
+            digit = Digit(weight, whole, whole - 1 - step * (known(size) - 1))
+            limits[place] = limits.get(place, frozenset()) | {digit}
+        return limits
 
     def check(self, padded: PaddedProgram, find: FindConditions) -> None:
         """Raises Refused where what the ops were traced for is not so, or what `find` raises."""
@@ -1265,6 +1280,7 @@ class _Maker:
         self._numbers: dict[Size, Lifted] = {}
         self._moves: dict[int, tuple[tuple[Leaf, ...], tuple[int, ...]]] = {}  # by run-time int, which is an offset
         self._digits: dict[str, _Digit] = {}  # by variable, which is one more
+        self._within: dict[tuple[_Digit, Leaf, int], None] = {}  # each of so many elements, so far apart
 
     def make(self) -> PaddedForm:
         program = self._program
@@ -1278,7 +1294,9 @@ class _Maker:
         longer = tuple(i for i, dims in enumerate(self._shared.inputs) if _has_size(dims))
         found = ((k, *shapes[value]) for k, value in enumerate(program.outputs))
         outputs = tuple((k, op, place) for k, dims, op, place in found if _has_size(dims))
-        return PaddedForm(made, tuple(self._numbers), self._moves, self._digits, longer, outputs, program)
+        return PaddedForm(
+            made, tuple(self._numbers), self._moves, self._digits, tuple(self._within), longer, outputs, program
+        )
 
     def bound(self, name: str) -> Bound:
         """What a variable may be."""
@@ -1340,6 +1358,7 @@ class _Maker:
         offset = view.about[-1]
         if not isinstance(offset, Lifted) or any(len(run) > 1 for run in view.runs):
             raise Refused("a part of a diagonal")
+        self._note_rows(view, offset)
         taken = {run[0][0]: (size, run[0][1]) for size, run in zip(view.sizes, view.runs, strict=True) if run}
         ranges = []
         for dim, whole in enumerate(view.shape):
@@ -1348,6 +1367,14 @@ class _Maker:
             ranges.append((0 if is_whole else self._digit(_Digit(offset.index, view.shape, dim)), size, step))
         dims = tuple(tuple(dim for dim, _ in run) for run in view.runs)
         return view._replace(access=(view.shape, tuple(ranges), dims, ()), runs=None)
+
+    def _note_rows(self, view: _View, offset: Lifted) -> None:
+        """By how long it is, the view lies within rows: at another offset it may run over their ends."""
+        assert view.runs is not None
+        for size, run in zip(view.sizes, view.runs, strict=True):
+            for dim, step in run:
+                if dim and view.shape[dim] != 1:
+                    self._within[_Digit(offset.index, view.shape, dim), size, step] = None
 
     def _digit(self, digit: _Digit) -> Size:
         name = next((name for name, known in self._digits.items() if known == digit), f"@{len(self._digits)}")
@@ -1392,6 +1419,7 @@ class _Maker:
         assert view.runs is not None
         base = self.base(given.base, view.shape)
         if _has_size(view.shape[1:]) and isinstance(given.offset, Lifted):
+            self._note_rows(view, given.offset)
             move = view.shape, base.shape
             if self._moves.setdefault(given.offset.index, move) != move:
                 raise Refused("a view at a place that changes, in two arrays")

@@ -66,7 +66,6 @@ class MultiGroupRegion:
 
     meets_others = True
     takes_padding = False
-    is_prompt = False
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ class HostCall:
 
     meets_others = True
     takes_padding = False
-    is_prompt = False
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from torchtpu.runtime.execute.executable import Enqueued, Executable, Launchable
 from torchtpu.runtime.execute.sequence import Sequence
 from torchtpu.runtime.ir.program import Op, Program
 from torchtpu.runtime.ir.scalar_lifting import IsStructural, Lifting, Numbers, given
-from torchtpu.runtime.lowering.views import Digit, fits
+from torchtpu.runtime.ir.strided_access import Digit, fits
 from torchtpu.runtime.partition.ranks import Tell, find_stages
 from torchtpu.runtime.partition.split import Part
 
@@ -95,7 +95,6 @@ class SpmdProgram:
 
     meets_others = True
     takes_padding = False
-    is_prompt = False
 
     def __init__(
         self, program: Program, collectives: Collectives, is_structural: IsStructural, make_variant: MakeVariant
@@ -174,7 +173,6 @@ class Stages:
 
     meets_others = True
     takes_padding = False
-    is_prompt = False
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
@@ -241,7 +239,6 @@ class SpmdRegion:
 
     meets_others = True
     takes_padding = False
-    is_prompt = False
 
     def __init__(
         self,

@@ -8,7 +8,9 @@
 #include "bind/process_group.h"
 #include "device/device.h"
 #include "device/gil.h"
+#include "launch/collection.h"
 #include "launch/direct.h"
+#include "launch/execute.h"
 #include "launch/process_end.h"
 #include "launch/queue.h"
 #include "launch/read.h"
@@ -288,9 +290,18 @@ void bind_engine_types(py::module& m) {
       .def("failed", [](Work& w, py::object error) { work_failed(w, error.ptr()); });
 }
 
-struct SignalsScope {
-  std::optional<SignalsDeferred> deferred;
+template <class Deferred>
+struct Scope {
+  std::optional<Deferred> deferred;
 };
+
+template <class Deferred>
+void bind_scope(py::module_& m, const char* name) {
+  py::class_<Scope<Deferred>>(m, name)
+      .def(py::init<>())
+      .def("__enter__", [](Scope<Deferred>& scope) { scope.deferred.emplace(); })
+      .def("__exit__", [](Scope<Deferred>& scope, const py::args&) { scope.deferred.reset(); });
+}
 
 }  // namespace
 }  // namespace torchtpu
@@ -368,10 +379,15 @@ PYBIND11_MODULE(_C, m) {
   m.def("dump", &dump);
   m.def("current_line", &current_line);
   m.def("drain", [] { drain_decrefs(); });
-  py::class_<SignalsScope>(m, "SignalsDeferred")
+  bind_scope<SignalsDeferred>(m, "SignalsDeferred");
+  bind_scope<CollectionDeferred>(m, "CollectionDeferred");
+  py::class_<Bell>(m, "Bell")
       .def(py::init<>())
-      .def("__enter__", [](SignalsScope& scope) { scope.deferred.emplace(); })
-      .def("__exit__", [](SignalsScope& scope, const py::args&) { scope.deferred.reset(); });
+      .def_property_readonly("count", &Bell::count)
+      .def("ring", &Bell::ring)
+      .def("wait", &Bell::wait);
+  m.def("execute", &execute);
+  m.def("forget_deferred_collections", &forget_deferred_collections);
   // No bytecode runs, and so no signal handler, where a built-in function calls one.
   m.def("without_arguments", [](py::object call) { return py::cpp_function([call](const py::args&) { call(); }); });
   m.def("shutdown", [](double seconds, const py::object& close, bool is_interrupted) {

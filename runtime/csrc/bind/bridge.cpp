@@ -6,6 +6,7 @@
 
 #include "bind/calls.h"
 #include "device/gil.h"
+#include "launch/collection.h"
 #include "launch/direct.h"
 #include "launch/queue.h"
 #include "launch/signals.h"
@@ -63,6 +64,7 @@ auto interruptible(F&& call) {
 template <class F>
 auto guarded(F&& call) {
   SignalsDeferred deferred;
+  CollectionDeferred uncollected;
   return interruptible(std::forward<F>(call));
 }
 
@@ -312,10 +314,6 @@ void launch(const WorkRef& work) {
 void resume(const WorkRef& work, size_t step, PyObject* values, PyObject* error, PyObject* launched) {
   may_be_unsettled[work->device] = true;
   ask("resume", work, step, py::handle(values), py::handle(error), py::handle(launched));
-}
-
-bool is_prompt(const WorkRef& work) {
-  return guarded([&] { return ask("is_prompt", work).cast<bool>(); });
 }
 
 void plan(const std::shared_ptr<Plan>& plan) {

@@ -29,8 +29,6 @@ PyObject* upload(const at::Tensor& host, c10::DeviceIndex device);  // new refer
 void resolve_guard(PyObject* guard);
 bool has_passed(PyObject* guard);  // waits for the guard's checks
 void launch(const std::shared_ptr<struct Work>& work);
-// Whether launching the work takes no time but the program's: nobody is waited for, and nothing has to be made.
-bool is_prompt(const std::shared_ptr<struct Work>& work);
 void plan(const std::shared_ptr<struct Plan>& plan);
 // A read of `nbytes` on `line` began at `started` (steady clock) and took `seconds`; told while reads_are_observed.
 void report_read(const std::string& line, double started, double seconds, int64_t nbytes);

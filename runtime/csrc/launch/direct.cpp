@@ -90,11 +90,26 @@ py::list taken_from(const std::vector<py::object>& slots) {
   return found;
 }
 
-py::list arguments_of(DirectStep& step, const Work& work, const DirectLaunch& direct,
-                      const std::vector<py::object>& slots) {
+std::vector<py::object> numbers_of(const DirectStep& step, const Work& work, const DirectLaunch& direct) {
   std::vector<py::object> numbers;
   if (step.floats) numbers.push_back(array_of<double>(*step.floats, work.floats, direct, work.device));
   if (step.ints) numbers.push_back(array_of<int64_t>(*step.ints, work.ints, direct, work.device));
+  return numbers;
+}
+
+// Clears the error of an upload, which the engine tries again; raises any other one.
+bool leave_to_engine() {
+  for (PyObject* kind : {PyExc_RuntimeError, PyExc_ValueError, PyExc_TypeError, PyExc_MemoryError}) {
+    if (!PyErr_ExceptionMatches(kind)) continue;
+    PyErr_Clear();
+    return false;
+  }
+  throw_python_error();
+}
+
+py::list arguments_of(const DirectStep& step, const Work& work, const DirectLaunch& direct,
+                      const std::vector<py::object>& slots) {
+  std::vector<py::object> numbers = numbers_of(step, work, direct);
   py::list arguments(step.inputs.size() + numbers.size());
   Py_ssize_t place = 0;
   for (int32_t slot : step.inputs) PyList_SET_ITEM(arguments.ptr(), place++, Py_NewRef(slots[slot].ptr()));
@@ -110,9 +125,23 @@ bool has_room(const DirectLaunch& direct, int device) {
   return call(direct.context.ptr(), admit, {on.ptr(), direct.needed_bytes.ptr()}).cast<bool>();
 }
 
+// Whether the words that a launch's checks come to are all 0; asks the context where they lie on a device.
+bool checks_passed(const DirectLaunch& direct, PyObject* words) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(words, &view, PyBUF_SIMPLE) == 0) {
+    const char* data = static_cast<const char*>(view.buf);
+    bool are_zero = std::all_of(data, data + view.len, [](char byte) { return byte == 0; });
+    PyBuffer_Release(&view);
+    return are_zero;
+  }
+  PyErr_Clear();
+  static PyObject* name = interned("has_passed");
+  return call(direct.context.ptr(), name, {words}).cast<bool>();
+}
+
 // What a step makes; where one of its checks has failed, `failed` is all that its launch returned.
-py::list run_step(DirectStep& step, const Work& work, const DirectLaunch& direct, const std::vector<py::object>& slots,
-                  py::object& failed) {
+py::list run_step(const DirectStep& step, const Work& work, const DirectLaunch& direct,
+                  const std::vector<py::object>& slots, py::object& failed) {
   static PyObject* execute = interned("execute");
   py::list arguments = arguments_of(step, work, direct, slots);
   py::object launched =
@@ -126,9 +155,7 @@ py::list run_step(DirectStep& step, const Work& work, const DirectLaunch& direct
     call(direct.context.ptr(), track, {device.ptr(), step.program.ptr(), token, arguments.ptr(), outputs.ptr()});
   }
   if (!step.has_checks) return outputs;
-  static PyObject* has_passed = interned("has_passed");
-  PyObject* words = PyList_GET_ITEM(outputs.ptr(), PyList_GET_SIZE(outputs.ptr()) - 1);
-  if (!call(direct.context.ptr(), has_passed, {words}).cast<bool>()) failed = launched;
+  if (!checks_passed(direct, PyList_GET_ITEM(outputs.ptr(), PyList_GET_SIZE(outputs.ptr()) - 1))) failed = launched;
   return outputs;
 }
 
@@ -143,7 +170,23 @@ bool is_direct(const Work& work) {
          direct->is_deterministic == at::globalContext().deterministicAlgorithms() && !work.transaction->error;
 }
 
-bool waits_for_nothing(const Work& work) { return is_direct(work) && !work.plan->direct->needed_bytes; }
+bool prepare_directly(const Work& work) {
+  if (!is_direct(work) || work.plan->direct->needed_bytes) return false;
+  const DirectLaunch& direct = *work.plan->direct;
+  try {
+    for (const auto& input : work.inputs) {
+      if (!input->object && input->host.defined()) input->object = upload(input->host, input->device);
+    }
+    for (const DirectStep& step : direct.steps) numbers_of(step, work, direct);
+  } catch (python_error& error) {
+    error.restore();
+    return leave_to_engine();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return leave_to_engine();
+  }
+  return true;
+}
 
 bool launch_directly(const WorkRef& ref) {
   Work& work = *ref;
@@ -155,7 +198,7 @@ bool launch_directly(const WorkRef& ref) {
   direct.left--;
   direct.taken++;
   for (size_t number = 0; number < direct.steps.size(); number++) {
-    DirectStep& step = direct.steps[number];
+    const DirectStep& step = direct.steps[number];
     py::object failed;
     py::list outputs;
     try {

@@ -25,10 +25,10 @@ struct DirectNumbers {
 
 struct DirectStep {
   pybind11::object executable, handlers;
-  pybind11::object program;                     // what the context knows the executable as
-  std::vector<int32_t> inputs, outputs, dying;  // slots
-  std::optional<DirectNumbers> floats, ints;
-  bool has_checks = false;  // the last output says which have failed
+  pybind11::object program;                           // what the context knows the executable as
+  std::vector<int32_t> inputs, outputs, dying;        // slots
+  mutable std::optional<DirectNumbers> floats, ints;  // with the last launch's arrays
+  bool has_checks = false;                            // the last output says which have failed
 };
 
 // The launches of programs so far, by tier.  The GIL guards it; a tier's number stays where it is.
@@ -56,8 +56,10 @@ struct DirectLaunch {
 void forget_direct_launches();
 // Whether the work would be launched directly.
 bool is_direct(const Work& work);
-// Whether it would, and nothing is to be waited for then.
-bool waits_for_nothing(const Work& work);
+// Whether it would, by a thread that reads: nothing is to be waited for, and what runs Python is done here.  A signal
+// handler's exception, or one that another thread has sent, is raised before anything is launched: a launch that began
+// runs no bytecode, and so raises none.
+bool prepare_directly(const Work& work);
 // Launches the work, if that may be done directly; whether it was.
 bool launch_directly(const WorkRef& work);
 // The engine goes on with the work from this step on, which was not launched for an error, or of which a check has

@@ -12,6 +12,7 @@
 
 #include "bind/bridge.h"
 #include "device/gil.h"
+#include "launch/collection.h"
 #include "launch/direct.h"
 #include "launch/handover.h"
 #include "launch/signals.h"
@@ -139,7 +140,10 @@ void wait_until(Ready&& ready, Describe&& describe, OnSignal on_signal = OnSigna
     }
     if (done || (on_signal == OnSignal::kReturn && has_deferred_signal())) return;
     AcquireGil gil;
-    if (on_signal == OnSignal::kRaise) raise_signals();
+    if (on_signal == OnSignal::kRaise) {
+      collect_deferred();
+      raise_signals();
+    }
     reports.report(std::chrono::duration<double>(Clock::now() - start).count(), describe);
   }
 }
@@ -339,9 +343,8 @@ bool launch_quick_front() {
   if (!work || !work->plan || !work->plan->is_quick) return false;
   AcquireGil gil;
   SignalsDeferred deferred;
-  if (is_main_thread() && work->plan->state == Plan::kReady && !waits_for_nothing(*work) && !is_prompt(work)) {
-    return false;
-  }
+  CollectionDeferred uncollected;
+  if (work->ahead != Ahead::kDone && !prepare_directly(*work)) return false;
   launch_front(work);
   return true;
 }
@@ -366,6 +369,7 @@ void launch_loop() {
     if (!is_urgent) await_gil();
     AcquireGil gil;  // once for all that wait
     took_gil();
+    CollectionDeferred uncollected;
     for (;;) {
       if (WorkRef front = launchable_front()) {
         launch_front(front);
@@ -401,6 +405,7 @@ void plan_loop() {
     }
     {
       AcquireGil gil;
+      CollectionDeferred uncollected;
       plan(next);
     }
     next->is_planned = true;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "bind/bridge.h"
+#include "launch/collection.h"
 #include "launch/handover.h"
 #include "launch/queue.h"
 #include "launch/signals.h"
@@ -297,6 +298,7 @@ bool learn_cleanly(Recorder& r, const OpInfo& info, const IValue* args) {
 
 // Does what is due before the next op is recorded; another thread's cut may make more due meanwhile.
 void open_region(Recorder& r) {
+  collect_deferred();
   const char* boundary;
   bool begins;
   {

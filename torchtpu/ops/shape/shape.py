@@ -7,6 +7,7 @@ where the positions are known.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ def flip(x, dims):
 
 @lowering("rot90")
 def rot90(x, k=1, dims=(0, 1)):
-    return jnp.rot90(x, k, tuple(dims))
+    return jnp.rot90(x, operator.index(k), tuple(dims))  # of one that changes jax would take every quarter for the last
 
 
 @lowering("roll")

@@ -143,7 +143,8 @@ def _of_large_shape(a: Any, x: Any, sign: int) -> Any:
     eta = jnp.sign(mu) * jnp.sqrt(2 * half)
     first = jnp.where(abs(eta) < 0.2, _polynomial(eta, _TEMME[0]), 1 / mu - 1 / eta)
     series = first + _polynomial(1 / a, [0, *(_polynomial(eta, row) for row in _TEMME[1:])])
-    rest = jnp.exp(-a * half) / jnp.sqrt(2 * math.pi * a) * series
+    weight = jnp.exp(-a * half) / jnp.sqrt(2 * math.pi * a)
+    rest = jnp.where(weight == 0, 0, weight * series)  # far from a the series is infinite
     return 0.5 * lax.erfc(-sign * eta * jnp.sqrt(a / 2)) - sign * rest
 
 

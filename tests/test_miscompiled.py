@@ -1,0 +1,64 @@
+"""Programs that XLA:CPU compiles wrongly are found, and compiled again in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchtpu import config
+from torchtpu.runtime.device import miscompiled
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "summed": lambda x, one: (x @ one.expand(64, 64)).sum(),
+    "largest": lambda x, one: (x @ one.expand(64, 64)).amax(1),
+    "activated": lambda x, one: F.linear(x, one.expand(64, 64), one[0].expand(64)).relu().sum(1),
+    "batched": lambda x, one: torch.bmm(x[None], one.expand(1, 64, 64)).square().mean(),
+    "of a product": lambda x, one: ((x @ x.T) @ one.expand(128, 32)).sum(),
+    "of one number alone": lambda x, one: (one.expand(128, 64) @ one.expand(64, 32)).sum(),
+    "differentiated": lambda x, one: torch.autograd.grad((x @ one.expand(64, 64)).sum(), x)[0].norm(),
+}
+
+
+@pytest.mark.parametrize("tiers", ["on", "off"])
+@pytest.mark.parametrize("is_constant", [False, True], ids=["given", "constant"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_with_one_number(name: str, is_constant: bool, tiers: str) -> None:
+    torch.manual_seed(0)
+    x, one = torch.randn(128, 64, dtype=torch.float64).requires_grad_(), torch.ones(1, 1, dtype=torch.float64)
+    sent = one.to("tpu")
+    sent.cpu()  # else it is a constant of the region
+    given = torch.ones(1, 1, dtype=torch.float64, device="tpu") if is_constant else sent
+    with config.using(tiers=tiers):
+        found = PRODUCTS[name](x.detach().to("tpu").requires_grad_(), given).cpu()
+    torch.testing.assert_close(found, PRODUCTS[name](x, one))
+
+
+HLO = """HloModule region
+
+%fused_computation (param_0: f32[128,64]) -> f32[] {
+  %param_0 = f32[128,64]{1,0} parameter(0)
+  %constant.1 = f32[] constant(1)
+  %ones = f32[64,64]{1,0} broadcast(%constant.1), dimensions={DIMENSIONS}, metadata={op_name="a{b}"}
+  %turned = f32[64,64]{0,1} bitcast(%ones)
+  %dot.1 = f32[128,64]{1,0} dot(%param_0, %turned), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %reduce.1 = f32[] reduce(%dot.1, %constant.1), dimensions={0,1}, to_apply=%add
+}
+
+ENTRY %main (x: f32[128,64]) -> f32[] {
+  %x = f32[128,64]{1,0} parameter(0)
+  ROOT %it = f32[] fusion(%x), kind=kCustom, calls=%fused_computation, backend_config={"fusion_config":{"kind":"KIND"}}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "kind", "expected"),
+    [("", "__ynn_fusion", True), ("1", "__ynn_fusion", False), ("", "__other", False)],
+)
+def test_a_fusion_is_told_by_its_operands(dimensions: str, kind: str, expected: bool) -> None:
+    text = HLO.replace("{DIMENSIONS}", f"{{{dimensions}}}").replace("KIND", kind)
+    assert miscompiled.is_miscompiled(text) is expected
