@@ -12,12 +12,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 RENEW_SECONDS = 1.0
 LEASE_SECONDS = 10.0
 _STEP_NANOSECONDS = 2 * 10**9  # some file systems keep every other second
+
+# What our thread is inside while it holds a mutex: an embedder whose finalizers may wait for a build keeps them off.
+undisturbed: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Flight:
@@ -182,7 +185,7 @@ class KeyLock:
     def _renew(self) -> None:
         while True:
             time.sleep(RENEW_SECONDS)
-            with self._mutex:
+            with undisturbed(), self._mutex:
                 if not self._renewed:
                     self._renewer = None
                     return

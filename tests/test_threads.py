@@ -280,7 +280,7 @@ class Meter:
 
 
 @pytest.mark.parametrize("youngest", [5, 100, 700])
-def test_finalizers_that_read_run_in_the_users_thread(youngest: int) -> None:
+def test_finalizers_that_read_run_in_no_thread_that_they_wait_for(youngest: int) -> None:
     threshold = gc.get_threshold()
     Meter.threads.clear()
     Meter.totals.clear()
@@ -300,7 +300,8 @@ def test_finalizers_that_read_run_in_the_users_thread(youngest: int) -> None:
         gc.set_threshold(*threshold)
     gc.collect()
     assert sorted(Meter.totals) == [4.0 * i for i in range(150)]
-    assert set(Meter.threads) == {"MainThread"}
+    ours = {name for name in Meter.threads if name.startswith(("torchtpu-compile", "Dummy"))}
+    assert not ours, "those that plan, compile and launch"
 
 
 def test_a_threshold_set_while_the_collector_waits_stays() -> None:

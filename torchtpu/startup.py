@@ -350,11 +350,13 @@ def _make_fragments() -> Any:
 
 
 def _make_engine(lazy: LazyEngine, process_group: ProcessGroup | None) -> Any:
+    from torchtpu.compiler_cache import flight
     from torchtpu.diagnostics.recompilations import Recompilations
     from torchtpu.runtime.dry_run import DryRun
     from torchtpu.runtime.engine import Engine
     from torchtpu.runtime.ir.manifest import Journal
 
+    flight.undisturbed = _C.CollectionDeferred
     collectives = distributed.RecordedCollectives()
     journal = Journal(config.get("journal")) if config.get("journal") else None
     if journal is not None:
