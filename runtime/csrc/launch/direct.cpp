@@ -62,11 +62,16 @@ const py::object& array_of(DirectNumbers& numbers, const at::Tensor& given, cons
   return numbers.array;
 }
 
+// Whether a value has not failed, and does not hang on a check.
+bool is_plain(const Buffer& buffer) {
+  return buffer.state.load(std::memory_order_relaxed) != BufferState::kError && !buffer.guard;
+}
+
 // The work's arrays, those of host tensors uploaded; false where one has failed, is guarded, or is no plain array.
 bool take_inputs(const Work& work, const DirectLaunch& direct, std::vector<py::object>& slots) {
   for (size_t i = 0; i < work.inputs.size(); i++) {
     Buffer& buffer = *work.inputs[i];
-    if (buffer.state.load(std::memory_order_relaxed) == BufferState::kError || buffer.guard) return false;
+    if (!is_plain(buffer)) return false;
     if (!buffer.object) {
       if (!buffer.host.defined()) return false;
       try {
@@ -175,6 +180,7 @@ bool prepare_directly(const Work& work) {
   const DirectLaunch& direct = *work.plan->direct;
   try {
     for (const auto& input : work.inputs) {
+      if (!is_plain(*input) || (input->object && Py_TYPE(input->object) != direct.array_type)) return false;
       if (!input->object && input->host.defined()) input->object = upload(input->host, input->device);
     }
     for (const DirectStep& step : direct.steps) numbers_of(step, work, direct);
