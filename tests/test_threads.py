@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -279,9 +280,16 @@ class Meter:
         Meter.threads.append(threading.current_thread().name)
 
 
+def collector_thresholds() -> tuple[int, int, int]:
+    """Those of the user: the first is 0 while something is compiled."""
+    while gc.get_threshold()[0] == 0:
+        time.sleep(0.01)
+    return gc.get_threshold()
+
+
 @pytest.mark.parametrize("youngest", [5, 100, 700])
 def test_finalizers_that_read_run_in_no_thread_that_they_wait_for(youngest: int) -> None:
-    threshold = gc.get_threshold()
+    threshold = collector_thresholds()
     Meter.threads.clear()
     Meter.totals.clear()
     try:
@@ -293,9 +301,7 @@ def test_finalizers_that_read_run_in_no_thread_that_they_wait_for(youngest: int)
                 x = (x * 1.5).sin() + i % 4
             x.sum().item()
         assert Meter.totals, "garbage is collected meanwhile"
-        while gc.get_threshold()[0] == 0:  # something is still compiled
-            time.sleep(0.01)
-        assert gc.get_threshold() == (youngest, 2, 2)
+        assert collector_thresholds() == (youngest, 2, 2)
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
@@ -305,7 +311,7 @@ def test_finalizers_that_read_run_in_no_thread_that_they_wait_for(youngest: int)
 
 
 def test_a_threshold_set_while_the_collector_waits_stays() -> None:
-    threshold = gc.get_threshold()
+    threshold = collector_thresholds()
     try:
         with _C.CollectionDeferred():
             assert gc.get_threshold()[0] == 0
@@ -316,4 +322,29 @@ def test_a_threshold_set_while_the_collector_waits_stays() -> None:
         gc.set_threshold(*threshold)
     with _C.CollectionDeferred(), _C.CollectionDeferred():
         pass
-    assert gc.get_threshold() == threshold
+    assert collector_thresholds() == threshold
+
+
+def test_deferred_collections_begin_again_whatever_thread_began_or_ended_meanwhile() -> None:
+    """A finalizer lets other threads run, which may stop the collector or let it go on amid a collection."""
+    threshold = collector_thresholds()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            time.sleep(0.001)
+
+    def compute(seed: int) -> None:
+        for i in range(25):
+            x = torch.ones(2 + (seed + i) % 5, 3 + seed, device="tpu")
+            Slow()
+            ((x * 1.5 + i).sin().sum() * seed).item()
+
+    try:
+        gc.set_threshold(20, 2, 2)
+        run_all(*(functools.partial(compute, seed) for seed in range(4)))
+        assert collector_thresholds() == (20, 2, 2)
+    finally:
+        gc.set_threshold(*threshold)

@@ -309,6 +309,7 @@ void bind_scope(py::module_& m, const char* name) {
 PYBIND11_MODULE(_C, m) {
   using namespace torchtpu;
   install_terminate_handler();
+  begin_collection();
   m.attr("built_torch_version") = TORCH_VERSION;
   bind_device(m);
   bind_engine_types(m);

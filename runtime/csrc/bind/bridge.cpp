@@ -257,6 +257,10 @@ PyObject* upload(const at::Tensor& host, c10::DeviceIndex device) {
   return guarded([&] { return ask("upload", host, static_cast<int>(device)).release().ptr(); });
 }
 
+PyObject* upload_by(PyObject* client, const at::Tensor& host, int device) {
+  return guarded([&] { return call_method(client, "upload", host, device).release().ptr(); });
+}
+
 void resolve_guard(PyObject* guard) {
   AcquireGil gil;
   interruptible([&] { ask("resolve", py::handle(guard)); });

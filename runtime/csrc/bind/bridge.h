@@ -25,7 +25,8 @@ void infer_in_python(const OpInfo& info, Stack* stack);
 // The engine's answer to an op about to run on the CPU; raises where the user refuses fallbacks.
 void report_fallback(const std::string& op, std::optional<at::ScalarType> dtype, int64_t nbytes);
 at::Tensor download(PyObject* object);
-PyObject* upload(const at::Tensor& host, c10::DeviceIndex device);  // new reference
+PyObject* upload(const at::Tensor& host, c10::DeviceIndex device);          // new reference
+PyObject* upload_by(PyObject* client, const at::Tensor& host, int device);  // the same; the GIL is held
 void resolve_guard(PyObject* guard);
 bool has_passed(PyObject* guard);  // waits for the guard's checks
 void launch(const std::shared_ptr<struct Work>& work);

@@ -13,7 +13,8 @@ namespace py = pybind11;
 namespace {
 
 std::atomic<int> num_deferring{0};  // written under the GIL
-long deferred_threshold = 0;        // of the youngest generation; 0 where the user has set that
+bool is_stopped = false;            // by us; the GIL guards this and what follows
+long deferred_threshold = 0;        // of the youngest generation
 
 // Nothing in its scope lets go of the GIL, so that nobody sees that the collector is disabled.
 class CollectorDisabled {
@@ -37,20 +38,25 @@ struct Threshold {
   void set(long value) const { set_youngest(value); }
 };
 
-const Threshold& threshold() {
-  static const auto* found = new Threshold();
-  return *found;
-}
+const Threshold* known_threshold = nullptr;
+
+const Threshold& threshold() { return *known_threshold; }
 
 void stop() {
+  if (is_stopped) return;
   CollectorDisabled disabled;
-  deferred_threshold = threshold().get();
-  if (deferred_threshold) threshold().set(0);
+  long now = threshold().get();
+  if (now == 0) return;  // by the user
+  threshold().set(0);
+  deferred_threshold = now;
+  is_stopped = true;
 }
 
 void go_on() {
+  if (!is_stopped) return;
   CollectorDisabled disabled;
-  if (deferred_threshold && threshold().get() == 0) threshold().set(deferred_threshold);  // else it was set meanwhile
+  is_stopped = false;
+  if (threshold().get() == 0) threshold().set(deferred_threshold);  // else it was set meanwhile
 }
 
 void begin_deferring() {
@@ -62,6 +68,8 @@ void end_deferring() {
 }
 
 }  // namespace
+
+void begin_collection() { known_threshold = new Threshold(); }
 
 CollectionDeferred::CollectionDeferred() noexcept { begin_deferring(); }
 

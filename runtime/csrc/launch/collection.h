@@ -11,6 +11,9 @@
 
 namespace torchtpu {
 
+// Called once, before all else here.
+void begin_collection();
+
 // The GIL is held where it begins and where it ends.
 class CollectionDeferred {
  public:

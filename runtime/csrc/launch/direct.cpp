@@ -58,7 +58,7 @@ const py::object& array_of(DirectNumbers& numbers, const at::Tensor& given, cons
   memcpy(host.mutable_data_ptr(), data.data(), data.size());
   numbers.array = py::object();
   numbers.data = data;
-  numbers.array = call_method(direct.client, "upload", host, device);
+  numbers.array = py::reinterpret_steal<py::object>(upload_by(direct.client.ptr(), host, static_cast<int>(device)));
   return numbers.array;
 }
 
