@@ -294,8 +294,10 @@ def test_finalizers_that_read_run_in_no_thread_that_they_wait_for(youngest: int)
     Meter.totals.clear()
     try:
         gc.set_threshold(youngest, 2, 2)
+        kept = []
         for i in range(150):
             Meter(float(i))
+            kept += [[] for _ in range(20)]  # what the collector counts, enough for each of the thresholds
             x = torch.ones(5 + i % 7, 1 + i % 3, device="tpu")
             for _ in range(i % 9):
                 x = (x * 1.5).sin() + i % 4
