@@ -277,6 +277,63 @@ def test_lists_of_ever_other_lengths_and_sizes_are_put_together_by_few_programs(
     assert programs[-1] <= programs[30] + 8, "one program a lap, as one op, or two"
 
 
+@pytest.mark.parametrize("name", ["stack", "cat", "sum", "stack of rows", "cat of columns"])
+def test_an_average_over_all_that_was_so_far_compiles_nothing_in_the_end(name: str) -> None:
+    averages: dict[str, Callable[[list[Tensor]], Tensor]] = {
+        "stack": lambda kept: torch.stack(kept).mean(),
+        "cat": lambda kept: torch.cat([loss.view(1) for loss in kept]).mean(),
+        "sum": lambda kept: sum(kept, torch.zeros_like(kept[0])) / len(kept),
+        "stack of rows": lambda kept: torch.stack([loss.expand(3) * 2 for loss in kept], 1).mean(1).sum() / 6,
+        "cat of columns": lambda kept: (torch.cat([loss.view(1, 1).t() for loss in kept], -1) / len(kept)).sum(),
+    }
+    losses: list[Tensor] = []
+    programs = []
+    for step in range(70):
+        losses.append(torch.full((), 0.5, device="tpu") * step)
+        assert math.isclose(averages[name](losses).item(), 0.25 * step, rel_tol=1e-5)
+        programs.append(metrics.snapshot()["programs_compiled"])
+    assert programs[-1] - programs[39] <= 6, "where there are more than 64"
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_lists_of_many_lengths_keep_their_values(dtype: torch.dtype, dim: int) -> None:
+    """With an element twice, some in another order in memory, and whatever is written to the parts afterwards."""
+
+    def lap(device: str, seed: int) -> torch.Tensor:
+        dice = random.Random(seed)
+        parts = [(torch.arange(6.0) * i % 5).view(2, 3).to(dtype).to(device) for i in range(dice.randint(1, 20))]
+        if seed % 3 == 0:
+            parts = [part.t().contiguous().t() if i % 2 else part for i, part in enumerate(parts)]
+        made = torch.stack([*parts, parts[0]], dim)
+        parts[0].zero_()
+        again = torch.cat([made[0], *parts, parts[0]], min(dim, 0)) if dim == 0 else torch.cat(parts, dim)
+        made.zero_()
+        for _ in range(5):
+            again = torch.where(again == again, again, again)
+        return again
+
+    for seed in range(30):
+        assert lap("tpu", seed).cpu().equal(lap("cpu", seed)), seed
+
+
+def test_lists_are_put_together_in_blocks_once_they_came_in_many_lengths() -> None:
+    divider = Divider(startup.engine().fragments)
+
+    def names(count: int, *, is_often_new: bool = True) -> list[str]:
+        with Record() as record:
+            y = torch.stack([record.input(torch.zeros(3)) for _ in range(count)])
+        pieces = divider.divide(record.program(y), is_often_new=is_often_new)
+        return [f"{op.name} {len(op.args[0])}" for piece in pieces for op in piece.program.ops if op.name == "stack"]
+
+    for count in range(3, 10):
+        assert names(count) == [f"stack {count}"]
+    assert names(21) == ["stack 16", "stack 4", "stack 1"]
+    assert names(16) == ["stack 16"]
+    assert names(600) == ["stack 256", "stack 256", "stack 64", "stack 16", "stack 8"]
+    assert names(21, is_often_new=False) == ["stack 21"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_what_is_put_together_by_writes_keeps_its_values(dtype: torch.dtype, dim: int) -> None:

@@ -199,13 +199,18 @@ class VariantBuilder:
         if not first.may_divide(program, is_often_new=is_often_new or is_forced):
             return []
         undivided, absent = self.stock.new_undivided(usual)
-        pieces = self.stock.divide(program, is_often_new=is_often_new) if absent or is_forced else []
+        may_divide = absent or is_forced or (is_often_new and undivided)
+        pieces = self.stock.divide(program, is_often_new=is_often_new) if may_divide else []
+        # A piece that is the whole region is padded for its next sizes, also where a process before this one had it.
+        is_whole = is_often_new and len(pieces) == 1
+        if not (absent or is_forced or is_whole):
+            pieces = []
         new = self.stock.new_among(pieces)
         if is_forced or self.knob("policy") == "frozen":
             is_worth_it = True
         elif is_often_new:  # in ops with lists taken apart, as pieces have them
             share = sum(len(each.ops) for each in absent) / len(program.ops)
-            is_worth_it = sum(p.num_ops for p in new) <= share * sum(p.num_ops for p in pieces)
+            is_worth_it = is_whole or sum(p.num_ops for p in new) <= share * sum(p.num_ops for p in pieces)
         else:
             compiled, work = self.stock.compiled_among(new), first.work(len(each.ops) for each in absent)
             spent = self.stock.spent(program.line) if self.stock.keeps_being_new(program.line) else 0.0

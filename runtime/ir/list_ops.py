@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from torchtpu.runtime.ir.values import operands
 from .calls import results_of
 from .program import Base, Op, Operand, Program, Result, Write
 from .strided_access import row_major
+
+_LARGEST_BLOCK = 256  # tensors that one op puts together
+_LARGEST_BLOCK_BYTES = 1 << 24
 
 
 def take_apart(ops: Iterable[Op], maps: Callable[[Op], bool]) -> list[Op]:
@@ -75,15 +79,19 @@ def _length(op: Op) -> int:
 
 
 def with_lists_apart(
-    program: Program, maps: Callable[[Op], bool], is_worth_it: Callable[[Op], bool]
+    program: Program,
+    maps: Callable[[Op], bool],
+    is_worth_it: Callable[[Op], bool] = lambda _: False,
+    grows: Callable[[Op], bool] = lambda _: False,
 ) -> tuple[Program, list[int]]:
     """The program with lists made plain for ops on all of a list, and the places of the ops that this adds.
 
     List elements that lie in their arrays in another way than others of their sizes are copied: such an op is then the
     same whichever of its elements are views. Tensors of different sizes are put together by a write of each, where
-    that `is_worth_it`: such ops have any number of elements of any sizes, and a write is the same for all.
+    that `is_worth_it`: such ops have any number of elements of any sizes, and a write is the same for all. Tensors of
+    equal sizes are put together in blocks of 1, 2, 4, 8 ..., and these by a write of each, where their number `grows`.
     """
-    ways = [_way(op, maps, is_worth_it) for op in program.ops]
+    ways = [_way(op, maps, is_worth_it, grows) for op in program.ops]
     if not any(ways):
         return program, []
     ops: list[Op] = []
@@ -107,6 +115,11 @@ def with_lists_apart(
             for write in _writes_of([plain(a, op.line) for a in op.args[0]], op, values):
                 add(write)
             continue
+        if way == "grown":
+            elements = [plain(a, op.line) for a in op.args[0]] if _is_mixed(op.args[0]) else op.args[0]
+            for part in _grown(elements, op, values):
+                add(part)
+            continue
         if way == "mixed":
             args = [tuple([plain(a, op.line) for a in given]) if _is_mixed(given) else given for given in op.args]
             op = dataclasses.replace(op, args=tuple(args))
@@ -114,16 +127,20 @@ def with_lists_apart(
     return dataclasses.replace(program, ops=tuple(ops)), added
 
 
-def _way(op: Op, maps: Callable[[Op], bool], is_worth_it: Callable[[Op], bool]) -> str:
+def _way(op: Op, maps: Callable[[Op], bool], is_worth_it: Callable[[Op], bool], grows: Callable[[Op], bool]) -> str:
     """What becomes of an op on lists; "" where it stays."""
-    if _is_ragged(op) and is_worth_it(op):
-        return "joined"
+    if _joins(op):
+        is_ragged = len({element.sizes for element in op.args[0]}) > 1
+        if op.name == "cat" and is_ragged and is_worth_it(op):
+            return "joined"
+        if not is_ragged and grows(op):
+            return "grown"
     return "mixed" if any(map(_is_mixed, op.args)) and not op.writes and not maps(op) else ""
 
 
-def _is_ragged(op: Op) -> bool:
-    """Whether an op puts more than two tensors of different sizes together that become parts of one array."""
-    if op.name != "cat" or len(op.args[0]) <= 2:
+def _joins(op: Op) -> bool:
+    """Whether an op puts more than two tensors together that become parts of one array."""
+    if op.name not in ("cat", "stack", "_stack") or len(op.args[0]) <= 2:
         return False
     elements, (result,) = op.args[0], op.results
     return (
@@ -131,16 +148,45 @@ def _is_ragged(op: Op) -> bool:
         and result.base == (result.sizes, result.dtype)
         and result.strides == row_major(result.sizes)
         and all(e.value is not None and e.dtype == result.dtype and 0 not in e.sizes for e in elements)
-        and all(len(e.sizes) == len(result.sizes) for e in elements)
-        and len({e.sizes for e in elements}) > 1
+        and all(len(e.sizes) + (op.name != "cat") == len(result.sizes) for e in elements)
     )
 
 
-def _writes_of(elements: Sequence[Operand], op: Op, values: Iterator[int]) -> Iterator[Op]:
-    """Ops that write these, one after the other, into the array that a `cat` makes: the first one makes it."""
+def _grown(elements: Sequence[Operand], op: Op, values: Iterator[int]) -> Iterator[Op]:
+    """Ops that put blocks of these together, each written before the next one is made."""
+    blocks = list(_blocks_of(elements, op, values))
+    made = [block.results[0] for block in blocks]
+    if len(blocks) == 1:
+        yield dataclasses.replace(op, args=blocks[0].args)
+        return
+    wholes = [Operand(r.value, r.sizes, r.strides, 0, r.dtype, r.base) for r in made if isinstance(r, Result)]
+    for block, write in zip(blocks, _writes_of(wholes, op, values), strict=True):
+        yield block
+        yield write
+
+
+def _blocks_of(elements: Sequence[Operand], op: Op, values: Iterator[int]) -> Iterator[Op]:
+    """Ops that put 256, 128, 64 ... of these together, as `op` does all of them."""
     (result,) = op.results
     assert isinstance(result, Result)
-    axis = op.args[1] % len(result.sizes)
+    axis, count = _axis(op), len(elements)
+    of_one = result.sizes[axis] // count
+    bytes_of_one = math.prod(result.sizes) // count * result.dtype.itemsize
+    largest = min(_LARGEST_BLOCK, max(1, _LARGEST_BLOCK_BYTES // bytes_of_one))
+    begin = 0
+    while begin < count:
+        length = 1 << (min(largest, count - begin).bit_length() - 1)
+        sizes = *result.sizes[:axis], of_one * length, *result.sizes[axis + 1 :]
+        made = Result(next(values), sizes, row_major(sizes), result.dtype, Base(sizes, result.dtype))
+        yield Op(op.name, (tuple(elements[begin : begin + length]), op.args[1]), (made,), (), op.line, op.settings)
+        begin += length
+
+
+def _writes_of(elements: Sequence[Operand], op: Op, values: Iterator[int]) -> Iterator[Op]:
+    """Ops that write these, one after the other, into the array that `op` makes: the first one makes it."""
+    (result,) = op.results
+    assert isinstance(result, Result)
+    axis = _axis(op)
     made = [*itertools.islice(values, len(elements) - 1), result.value]
     first = elements[0]
     behind = (0, result.sizes[axis] - first.sizes[axis])
@@ -153,6 +199,14 @@ def _writes_of(elements: Sequence[Operand], op: Op, values: Iterator[int]) -> It
         write = Write(0, None, new, *geometry, replaces=False)
         yield Op("copy_", (Operand(old, *geometry), element, None), (None,), (write,), op.line)
         place += element.sizes[axis]
+
+
+def _axis(op: Op) -> int:
+    """Along which dimension of its result an op puts tensors together."""
+    (result,) = op.results
+    assert isinstance(result, Result)
+    axis: int = op.args[1] % len(result.sizes)
+    return axis
 
 
 def _is_mixed(given: Any) -> bool:

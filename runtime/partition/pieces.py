@@ -4,10 +4,10 @@ A stream is cut where an op's hash is the largest of the next four. Equal stretc
 of them, are so divided alike, and a piece does not know where it stood: where a view begins, or its gradient, is a
 run-time number, lists are taken apart, and what nobody needs is left out. List elements that lie in their arrays in
 another way than others of their sizes are copied, by pieces of a copy each; where streams keep differing, tensors of
-different sizes are put together by pieces that write one each. Ops with the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9
-and 6. All that consecutive ops do to an element of their lists is a piece, as an optimizer's step of one parameter; so
-are many ops in a row that read nothing, as where its states are made. Where that is, and which pieces are equal, is
-found in C++ (`csrc/region/pieces.cpp`).
+different sizes are put together by pieces that write one each, and lists that grow in blocks of 1, 2, 4, 8 ... Ops with
+the hashes 3 1 4 1 5 9 2 6 are cut behind 4, 9 and 6. All that consecutive ops do to an element of their lists is a
+piece, as an optimizer's step of one parameter; so are many ops in a row that read nothing, as where its states are
+made. Where that is, and which pieces are equal, is found in C++ (`csrc/region/pieces.cpp`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .split import PartNumbers
 
 _WRITES_A_PROGRAM = 1000  # cost what a program costs: it compiles for some 20 ms, a launch takes some 20 us
 _MOST_JOINS = 1 << 14  # lists of sizes that are remembered
+_MANY_LENGTHS = 8
 
 
 class Piece:
@@ -153,6 +154,7 @@ class Divider:
         self._fragments = fragments
         self._dividers: dict[str, _C.Divider] = {}  # by what is watched: it decides what is checked
         self._writes: dict[tuple[Any, ...], int] = {}  # that put tensors of these sizes together
+        self._lengths: dict[tuple[Any, ...], set[int]] = {}  # of lists that were put together alike
 
     def divide(
         self,
@@ -168,8 +170,8 @@ class Divider:
         divider = self._dividers.get(watched)
         if divider is None:
             divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts, self._fragments.ints)
-        is_worth_it = self._is_worth_writes if is_often_new else lambda _: False
-        plain, added = with_lists_apart(program, self._fragments.maps, is_worth_it)
+        choices = (self._is_worth_writes, self._grows) if is_often_new else ()
+        plain, added = with_lists_apart(program, self._fragments.maps, *choices)
         filling = [place for place, op in enumerate(plain.ops) if is_often_new and _copies_a_part(op)]
         apart = sorted({*added, *filling})
 
@@ -196,6 +198,14 @@ class Divider:
             self._writes.clear()
         self._writes[sizes] = count = self._writes.get(sizes, 0) + len(op.args[0])
         return count <= _WRITES_A_PROGRAM
+
+    def _grows(self, op: Op) -> bool:
+        """Whether lists like an op's have come in many lengths."""
+        first = op.args[0][0]
+        known = self._lengths.setdefault((op.name, op.args[1], first.dtype, len(first.sizes)), set())
+        if len(known) < _MANY_LENGTHS:
+            known.add(len(op.args[0]))
+        return len(known) == _MANY_LENGTHS
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
         """Of ops, or of what they do to an element of their lists: whether they have checks, and what they read."""
