@@ -19,6 +19,7 @@ import torchtpu
 from torchtpu import config, startup
 from torchtpu.runtime import _C
 from torchtpu.runtime.device.client import Client
+from torchtpu.runtime.device.sizes import nbytes_of
 
 
 def line(offset: int = 0) -> str:
@@ -64,6 +65,24 @@ def test_a_failure_is_raised_by_the_read_and_poisons_only_what_depends_on_it(
     assert (other * 2).tolist() == [10.0, 12.0]
     torch.testing.assert_close(compute().cpu(), op(x.cpu()).neg())  # the same region is built anew
     torch.tpu.synchronize()  # the error has been read
+
+
+@pytest.mark.bailouts("padding")
+def test_an_op_that_fails_where_it_is_padded_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in (4, 5, 6, 7):
+        assert torch.ones(length).to("tpu").acosh().tolist() == [0.0] * length
+    client, refused = startup.engine().client, []
+    execute = client.execute
+
+    def refuse_padded(executable: Any, arguments: Any, *rest: Any) -> Any:
+        if any(nbytes_of(argument) > 11 * 4 for argument in arguments):
+            refused.append(executable)
+            raise ValueError("refused by the test")
+        return execute(executable, arguments, *rest)
+
+    monkeypatch.setattr(client, "execute", refuse_padded)
+    assert torch.ones(11).to("tpu").acosh().tolist() == [0.0] * 11
+    assert len(refused) == 1
 
 
 @pytest.mark.parametrize("stage", ["compile", "launch"])

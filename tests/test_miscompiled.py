@@ -37,6 +37,22 @@ def test_a_product_with_one_number(name: str, is_constant: bool, tiers: str) -> 
     torch.testing.assert_close(found, PRODUCTS[name](x, one))
 
 
+@pytest.mark.parametrize("tiers", ["on", "off"])
+@pytest.mark.parametrize("name", ["rows", "other rows", "batches", "added", "in company"])
+def test_products_of_bfloat16_over_a_size_that_changes(name: str, tiers: str) -> None:
+    products: dict[str, Callable[[Tensor], Tensor]] = {
+        "rows": lambda x: x.T @ x,
+        "other rows": lambda x: x.T @ x.cos()[:, :5],
+        "batches": lambda x: torch.einsum("bni,bnj->bij", *[torch.stack([x, x + 1])] * 2),
+        "added": lambda x: x.new_zeros(16, 16).addmm_(x.T, x),
+        "in company": lambda x: (x * 2).T.float().relu().bfloat16() @ (x + 1).softmax(-1),
+    }
+    with config.using(tiers=tiers):
+        for rows in (3, 4, 5, 7, 40, 41, 130):
+            x = (torch.arange(rows * 16).view(rows, 16) % 7 - 3).bfloat16()
+            torch.testing.assert_close(products[name](x.to("tpu")).cpu(), products[name](x))
+
+
 HLO = """HloModule region
 
 %fused_computation (param_0: f32[128,64]) -> f32[] {

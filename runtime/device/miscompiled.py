@@ -1,9 +1,11 @@
 """Finds programs that XLA:CPU of jaxlib 0.10 compiles wrongly, after the fact.
 
 A product one of whose operands is one number broadcast to a matrix, fused with what follows it into a call of YNNPACK,
-reads memory that nothing has written: `jax.jit(lambda x: (x @ jnp.ones((64, 64))).sum())` is garbage. Such fusions come
-of what XLA makes of a whole program, and cannot be told before; without YNNPACK small products and reductions take
-several times as long. So what was compiled is looked through, and compiled again without it where that is needed.
+reads memory that nothing has written: `jax.jit(lambda x: (x @ jnp.ones((64, 64))).sum())` is garbage. A product of
+bfloat16 that XLA left to YNNPACK when it looked at it first, and to nobody in the end, cannot be launched, as that of
+transposed rows, of which those up to a number count, with such rows. These come of what XLA makes of a whole program,
+and cannot be told before; without YNNPACK small products and reductions take several times as long. So what was
+compiled is looked through, and compiled again without it where that is needed.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import functools
 import re
 
 WITHOUT = (("xla_cpu_experimental_ynn_fusion_type", ""),)  # options, as `Client.compile` takes them
-CHECK = "--torchtpu_looks_for=products_of_one_number"  # what keys say of programs that were looked through
+# What keys say of programs that were looked through.
+CHECK = "--torchtpu_looks_for=products_of_one_number,bfloat16_products"
 
 _FUSION = re.compile(r"fusion\(.*kind=kCustom.*calls=(%[\w.-]+).*__ynn_fusion")
-_COMPUTATION = re.compile(r"^(%[\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?(%[\w.-]+) = \S+ ([\w-]+)\(([^)]*)\)(.*)$", re.MULTILINE)
 _NAME = re.compile(r"%[\w.-]+")
+_BFLOAT16 = re.compile(r"^\s*(?:ROOT )?(%[\w.-]+) = bf16\[", re.MULTILINE)
+_PRODUCT = re.compile(r" dot\(([^)]*)\)")
 
 
 def may_be(text: str) -> bool:
@@ -26,10 +31,14 @@ def may_be(text: str) -> bool:
 
 
 def is_miscompiled(compiled: str) -> bool:
-    """Whether the text of an optimized HLO module has such a fusion."""
+    """Whether the text of an optimized HLO module has such a fusion, or such a product."""
     fusions = set(_FUSION.findall(compiled))
-    bodies = (body for name, body in _COMPUTATION.findall(compiled) if name in fusions) if fusions else ()
-    return any(map(_multiplies_one_number, bodies))
+    bodies = _COMPUTATION.findall(compiled)
+    if any(_multiplies_one_number(body) for name, body in bodies if name in fusions):
+        return True
+    bfloat16 = set(_BFLOAT16.findall(compiled))
+    products = (given for name, body in bodies if name not in fusions for given in _PRODUCT.findall(body))
+    return bool(bfloat16) and any(bfloat16.intersection(_NAME.findall(given)) for given in products)
 
 
 def _multiplies_one_number(body: str) -> bool:

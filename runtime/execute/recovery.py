@@ -2,8 +2,8 @@
 
 Nothing of a failed launch has run, so its inputs are as they were; where a check fails on the device, the program has
 kept the storages as they were right before the op that checks. A region that failed for another reason than want of
-memory is run in halves, and these in halves again: only an op that fails alone fails. What the storages held right
-before that op is computed by the ops before it; what comes after it fails.
+memory is run in halves, and these in halves again: only an op that fails alone, not padded, fails. What the storages
+held right before that op is computed by the ops before it; what comes after it fails.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Recovery:
         program: Program = work.program
         if place is None:
             place = self._find_unlowered(program)
-        if place is None and len(program.ops) > 1:
+        if place is None and (len(program.ops) > 1 or not isinstance(work, PartWork)):
             self._run_halves(work, program, error)
         else:
             self.roll_back(work, error, place or 0)
@@ -84,7 +84,7 @@ class Recovery:
         return None
 
     def _run_halves(self, work: Any, program: Program, error: Exception) -> None:
-        parts = split(replace(program, donated=()), [len(program.ops) // 2])
+        parts = split(replace(program, donated=()), [len(program.ops) // 2] if len(program.ops) > 1 else [])
         if not isinstance(work, PartWork):
             self._counters.regions_taken_apart += not work.is_subgraph
             if work.is_subgraph:
