@@ -116,7 +116,9 @@ def with_lists_apart(
                 add(write)
             continue
         if way == "grown":
-            elements = [plain(a, op.line) for a in op.args[0]] if _is_mixed(op.args[0]) else op.args[0]
+            elements = op.args[0]
+            if _is_mixed(elements) or len({type(element.offset) for element in elements}) > 1:
+                elements = [plain(element, op.line) for element in elements]
             for part in _grown(elements, op, values):
                 add(part)
             continue
