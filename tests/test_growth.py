@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import random
 import threading
 import time
@@ -1262,6 +1263,26 @@ def test_parts_that_run_over_the_ends_of_rows(name: str, is_written: bool) -> No
 
     with config.using(check="padding"):
         same_on_both(loop)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64])
+@pytest.mark.parametrize("largest", [True, False])
+def test_the_first_few_of_what_may_be_hardly_longer(dtype: torch.dtype, largest: bool) -> None:
+    """Also where all are NaN, or the least that there is: what makes up for short sizes is never taken."""
+    bounds = (-math.inf, math.inf, math.nan) if dtype.is_floating_point else torch.iinfo(dtype)
+    extremes = bounds if isinstance(bounds, tuple) else (bounds.min, bounds.max)
+    programs = []
+    for lap in range(40):
+        length = 3 + 7 * lap % 60
+        x = (torch.arange(length * 2) * 37 % 11).view(length, 2).to(dtype)
+        if lap % 2:
+            x[lap % 3 :] = extremes[lap // 2 % len(extremes)]
+        values, places = (each.cpu() for each in x.to("tpu").topk(3, 0, largest))
+        expected = x.topk(3, 0, largest).values
+        torch.testing.assert_close(values, expected, equal_nan=True)
+        torch.testing.assert_close(x.gather(0, places), expected, equal_nan=True)
+        programs.append(counted("programs_compiled"))
+    assert programs[-1] - programs[20] <= 1
 
 
 def test_quarters_of_a_turn_that_change_with_sizes() -> None:

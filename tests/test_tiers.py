@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -286,6 +287,14 @@ def test_what_ops_compute_is_counted(name: str) -> None:
     program = record.program(*(made if isinstance(made, tuple) else (made,)))
     (op,) = program.ops
     assert FIRST.computed(op) == times * FIRST_TIERS["tpu"].computed(op)
+
+
+def test_of_an_image_that_is_a_run_of_an_array_no_dimension_is_asked() -> None:
+    with Record() as record:
+        y = F.conv2d(record.input(torch.zeros(2, 8, 4, 4)), record.input(torch.zeros(8, 8, 3, 3)), padding=1)
+    (op,) = record.program(y).ops
+    flat = replace(op, args=(replace(op.args[0], sizes=(256,), strides=(1,)), *op.args[1:]))
+    assert FIRST.computed(flat) == FIRST_TIERS["tpu"].computed(op)
 
 
 def test_what_gradients_compute_is_counted() -> None:

@@ -52,6 +52,16 @@ def _is_depthwise(weight: Any, groups: int) -> bool:
     return groups > 1 and weight.sizes[1] == 1
 
 
+def _unless_flat(count: Callable[..., float], tensors: int) -> Callable[..., float]:
+    """A count that asks for dimensions of so many tensors: those of padded ops may be runs of an array."""
+
+    def counted(op: Op, *args: Any) -> float:
+        is_flat = any(isinstance(given, Operand) and len(given.sizes) == 1 for given in args[:tensors])
+        return made(op) if is_flat else count(op, *args)
+
+    return counted
+
+
 def _convolved(op: Op, given: Any, weight: Any, *rest: Any) -> float:
     taps, results = math.prod(weight.sizes[2:]), results_of(op)
     space = math.prod(results[0].sizes[2:])
@@ -86,13 +96,13 @@ def _attended_back(op: Op, grad: Any, query: Any, key: Any, *rest: Any) -> float
 
 
 _COUNTS: Mapping[str, Callable[..., float]] = {
-    "convolution": _convolved,
-    "convolution_backward": _convolved_back,
+    "convolution": _unless_flat(_convolved, 2),
+    "convolution_backward": _unless_flat(_convolved_back, 3),
     "max_pool2d_with_indices": _pooled(2),
     "max_pool3d_with_indices": _pooled(3),
     "max_pool2d_with_indices_backward": _pooled_back(2),
     "max_pool3d_with_indices_backward": _pooled_back(3),
-    "_scaled_dot_product_fused_attention_overrideable_backward": _attended_back,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _unless_flat(_attended_back, 3),
     "argmax": _of_input(4.0),
     "argmin": _of_input(4.0),
     "max.dim": _of_input(5.0),

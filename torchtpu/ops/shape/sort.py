@@ -13,7 +13,7 @@ from torch._prims_common import canonicalize_dim
 
 from torchtpu.ops.registry import jnp, lax, lowering, opmath
 from torchtpu.ops.shape.index import PROMISED
-from torchtpu.ops.sizes import is_known
+from torchtpu.ops.sizes import is_at_most, is_known
 
 _MOST_BITS = 31  # of a size
 COMPARE_ALL_LIMIT = 1 << 20  # comparisons up to which all pairs are compared
@@ -88,6 +88,10 @@ def topk(x, k, dim=-1, largest=True, sorted=True):
     else:
         key = key.astype(jnp.int32) if key.dtype == bool else key
         key = key if largest else ~key
+    if not is_at_most(k, key.shape[-1]):  # it is: none of what is put behind the last one is taken
+        is_float = jnp.issubdtype(key.dtype, jnp.floating)
+        least = -math.nan if is_float else jnp.iinfo(key.dtype).min
+        key = lax.pad(key, jnp.asarray(least, key.dtype), [(0, 0, 0)] * (key.ndim - 1) + [(0, k, 0)])
     _, index = lax.top_k(key, k)
     index = jnp.moveaxis(index, -1, dim)
     return _pick(x, index, dim), index
