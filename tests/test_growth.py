@@ -1285,6 +1285,20 @@ def test_the_first_few_of_what_may_be_hardly_longer(dtype: torch.dtype, largest:
     assert programs[-1] - programs[20] <= 1
 
 
+@pytest.mark.parametrize("indices", [torch.triu_indices, torch.tril_indices])
+def test_pairs_of_ever_other_numbers(indices: Callable[..., Tensor]) -> None:
+    programs = []
+    for lap in range(30):
+        count = 4 + 11 * lap % 70
+        x = torch.arange(float(count))
+        offset = 1 if indices is torch.triu_indices else -1
+        (i, j), (k, m) = indices(count, count, offset, device="tpu"), indices(count, count, offset)
+        sent = x.to("tpu")
+        assert (sent[i] * 3 - sent[j]).sum().item() == (x[k] * 3 - x[m]).sum().item()
+        programs.append(counted("programs_compiled"))
+    assert programs[-1] - programs[15] <= 1
+
+
 def test_quarters_of_a_turn_that_change_with_sizes() -> None:
     def loop(device: str) -> list[Tensor]:
         turns = [torch.rand(n, n, 2).to(device).mul(1).rot90(k) for k in (0, 1, 2, 3, 5, 2) for n in (5, 7, 4)]

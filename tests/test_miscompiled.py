@@ -38,13 +38,14 @@ def test_a_product_with_one_number(name: str, is_constant: bool, tiers: str) -> 
 
 
 @pytest.mark.parametrize("tiers", ["on", "off"])
-@pytest.mark.parametrize("name", ["rows", "other rows", "batches", "added", "in company"])
+@pytest.mark.parametrize("name", ["rows", "other rows", "batches", "added", "gradient", "in company"])
 def test_products_of_bfloat16_over_a_size_that_changes(name: str, tiers: str) -> None:
     products: dict[str, Callable[[Tensor], Tensor]] = {
         "rows": lambda x: x.T @ x,
         "other rows": lambda x: x.T @ x.cos()[:, :5],
         "batches": lambda x: torch.einsum("bni,bnj->bij", *[torch.stack([x, x + 1])] * 2),
         "added": lambda x: x.new_zeros(16, 16).addmm_(x.T, x),
+        "gradient": lambda x: torch.autograd.grad((x @ (w := x[:3].T.clone().requires_grad_())).abs().sum(), w)[0],
         "in company": lambda x: (x * 2).T.float().relu().bfloat16() @ (x + 1).softmax(-1),
     }
     with config.using(tiers=tiers):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchtpu.ops.registry import composed, jax_dtype, jnp, lax, lowering
+from torchtpu.ops.sizes import as_number
 
 
 @lowering("fill.Scalar", "fill.Tensor", lifts=True, elementwise=True)
@@ -123,18 +124,21 @@ def _is_below(x: Any, diagonal: Any) -> Any:
 
 
 @lowering("tril_indices")
-def tril_indices(row, col, offset=0, **_):
-    return _positions([max(0, min(col, r + offset + 1)) for r in range(row)], [0] * row)
+def tril_indices(row, col, offset=0, *, ctx, **_):
+    columns = as_number(col, jnp.int64)
+    return _positions(ctx, row, lambda number: (0 * number, jnp.clip(number + offset + 1, 0, columns)))
 
 
 @lowering("triu_indices")
-def triu_indices(row, col, offset=0, **_):
-    first = [min(col, max(0, r + offset)) for r in range(row)]
-    return _positions([col - f for f in first], first)
+def triu_indices(row, col, offset=0, *, ctx, **_):
+    columns = as_number(col, jnp.int64)
+    return _positions(ctx, row, lambda number: (jnp.clip(number + offset, 0, columns), columns))
 
 
-def _positions(lengths, first):
-    """(row, column) of the elements of rows that start at `first` and have `lengths`."""
-    rows = jnp.repeat(jnp.arange(len(lengths)), jnp.asarray(lengths, int), total_repeat_length=sum(lengths))
-    before = jnp.cumsum(jnp.asarray([0, *lengths], int))[:-1] - jnp.asarray(first, int)
-    return jnp.stack([rows, jnp.arange(sum(lengths)) - before[rows]]) if lengths else jnp.zeros((2, 0), int)
+def _positions(ctx, row, ends):
+    """(row, column) of the elements of rows, each of which begins and ends at the columns that its number has."""
+    ((_, count), _), number = ctx.results[0], jnp.arange(row, dtype=jnp.int64)
+    first, end = ends(number)
+    before = jnp.cumsum(end - first) - (end - first)
+    rows = jnp.cumsum(jnp.zeros(count, jnp.int64).at[before].add(1, mode="drop")) - 1
+    return jnp.stack([rows, jnp.arange(count, dtype=jnp.int64) - (before - first)[rows]])
