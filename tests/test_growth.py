@@ -1299,6 +1299,26 @@ def test_pairs_of_ever_other_numbers(indices: Callable[..., Tensor]) -> None:
     assert programs[-1] - programs[15] <= 1
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_integers_drawn_between_bounds_that_change_with_sizes(dtype: torch.dtype) -> None:
+    """In the branches for few and for many numbers: what one knows of a size is not known in the other."""
+
+    def drawn(rows: int) -> Tensor:
+        torch.manual_seed(rows)
+        return torch.zeros(rows, rows + 2, dtype=dtype, device="tpu").random_(5, 6 + rows).cpu()
+
+    programs, made = [], {}
+    for lap in range(24):
+        rows = 3 + 5 * lap % 31
+        made[rows] = drawn(rows)
+        programs.append(counted("programs_compiled"))
+    assert programs[-1] - programs[12] <= 1
+    with config.using(padding=False):
+        for rows in (3, 8, 27):
+            assert drawn(rows).equal(made[rows])
+            assert 5 <= made[rows].min() <= made[rows].max() <= 5 + rows
+
+
 def test_quarters_of_a_turn_that_change_with_sizes() -> None:
     def loop(device: str) -> list[Tensor]:
         turns = [torch.rand(n, n, 2).to(device).mul(1).rot90(k) for k in (0, 1, 2, 3, 5, 2) for n in (5, 7, 4)]

@@ -203,6 +203,8 @@ class _Trace:
         """The op's part of the module: its function and those it calls, under names that depend on their text alone."""
         checks = tuple((str(message), error) for _, message, error in self._context.checks)
         ins = [_parameter_type(p) for p in self.parameters]
+        if len(_PARAMETER.findall(functions[root][0])) != len(ins):
+            raise RuntimeError(f"{full_name(self._op.name)} takes values that are none of its arguments")
         outs = [tensor_type(*aval) for aval in self._results] + ["tensor<i1>"] * len(checks)
         body = functions[root][1]
         used = tuple(sorted({int(n) for n in _PARAMETER.findall(body) if int(n) < len(ins)}))

@@ -10,6 +10,7 @@ A primitive without a rule, or a case that its rule does not know, raises `Refus
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
@@ -65,6 +66,12 @@ class Sizes:
         if key not in self._known:
             self._known[key] = jnp.asarray(dim._evaluate(self._values), jnp.int32)
         return self._known[key]
+
+    def inside(self) -> Sizes:
+        """The same for a branch, or for the body of a loop: what is computed there is not known outside."""
+        made = copy.copy(self)
+        made._known = dict(self._known)
+        return made
 
 
 class Symbols:
@@ -1036,7 +1043,7 @@ def _closed(jaxpr: Any) -> Any:
 @_rule("cond")
 def _cond(equation: _Equation, arrays: list[Any]) -> Any:
     def branch(jaxpr: Any) -> Callable[..., list[Any]]:
-        return lambda *given: evaluate(_closed(jaxpr), given, equation.sizes)
+        return lambda *given: evaluate(_closed(jaxpr), given, equation.sizes.inside())
 
     return lax.switch(arrays[0], [branch(jaxpr) for jaxpr in equation.params["branches"]], *arrays[1:])
 
@@ -1049,8 +1056,8 @@ def _while(equation: _Equation, arrays: list[Any]) -> Any:
     if params["cond_jaxpr"].out_avals[0].shape:
         raise Refused("a loop of several")
     return lax.while_loop(
-        lambda state: evaluate(params["cond_jaxpr"], [*for_test, *state], sizes)[0],
-        lambda state: evaluate(params["body_jaxpr"], [*for_step, *state], sizes),
+        lambda state: evaluate(params["cond_jaxpr"], [*for_test, *state], sizes.inside())[0],
+        lambda state: evaluate(params["body_jaxpr"], [*for_step, *state], sizes.inside()),
         state,
     )
 
@@ -1071,7 +1078,7 @@ def _scan(equation: _Equation, arrays: list[Any]) -> Any:
         carried, rows = state
         place = length - 1 - number if params["reverse"] else number
         taken = [lax.dynamic_index_in_dim(item, place, 0, keepdims=False) for item in items]
-        made = evaluate(body, [*constants, *carried, *taken], sizes)
+        made = evaluate(body, [*constants, *carried, *taken], sizes.inside())
         new = made[len(carried) :]
         return made[: len(carried)], [
             lax.dynamic_update_index_in_dim(r, n, place, 0) for r, n in zip(rows, new, strict=True)

@@ -223,7 +223,7 @@ def _integers_between(generator: Any, shape: tuple[int, ...], low: Any, span: An
 
 
 def _modulo_2_64(value: Any) -> Any:
-    return jnp.uint64(value % (1 << 64)) if isinstance(value, int) else value.astype(jnp.uint64)
+    return jnp.uint64(value % (1 << 64)) if isinstance(value, int) else jnp.asarray(value).astype(jnp.uint64)
 
 
 def _largest(dtype: Any) -> int:
