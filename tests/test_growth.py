@@ -1299,6 +1299,54 @@ def test_pairs_of_ever_other_numbers(indices: Callable[..., Tensor]) -> None:
     assert programs[-1] - programs[15] <= 1
 
 
+def gaussian_process(x: Tensor, kernel: Tensor) -> Tensor:
+    factor = torch.linalg.cholesky(kernel)
+    solved = torch.cholesky_solve(x[:, None], factor)
+    loss = 0.5 * x @ solved[:, 0] + factor.diagonal().log().sum()
+    return torch.cat([loss[None], *torch.autograd.grad(loss, [x, kernel])[:1]])
+
+
+MATRICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "Gaussian process": gaussian_process,
+    "solved": lambda x, a: torch.linalg.solve(a, x),
+    "solved from the right": lambda x, a: torch.linalg.solve(a, torch.stack([x, x + 1]), left=False),
+    "turned": lambda x, a: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), x[:, None], adjoint=True),
+    "triangle": lambda x, a: torch.linalg.solve_triangular(
+        a.mT, x[:, None].expand(-1, 3), upper=True, unitriangular=True
+    ),
+    "inverse": lambda x, a: torch.autograd.grad(torch.linalg.inv(a).diagonal() @ x, a)[0],
+    "determinants": lambda x, a: torch.stack([torch.linalg.slogdet(a)[1], torch.logdet(a.mT @ a)]),
+    "upper, of a batch": lambda x, a: torch.linalg.cholesky(torch.stack([a, 2 * a]), upper=True),
+    "factors": lambda x, a: torch.linalg.multi_dot(torch.linalg.lu(a.flip(0))),  # which pivots are as good as others
+    "no minor": lambda x, a: torch.linalg.cholesky_ex(a - 9 * torch.diag(x > 3).to(a) * a.diagonal()).info + 0 * x,
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_square_matrices_of_ever_other_sizes(name: str) -> None:
+    programs = []
+    for lap in range(30):
+        size = 3 + 7 * lap % 29
+        x = torch.arange(1.0, size + 1, dtype=torch.float64) % 5
+        a = x.outer(x) + torch.diag(x + 1) + (x[:, None] - x).sin().abs().mul(0.1)
+        x, a = x.requires_grad_(), a.add(a.mT).requires_grad_()
+        found = MATRICES[name](x.detach().to("tpu").requires_grad_(), a.detach().to("tpu").requires_grad_())
+        torch.testing.assert_close(found.cpu(), MATRICES[name](x, a))
+        programs.append(counted("programs_compiled"))
+    assert programs[-1] - programs[14] <= 2
+
+
+def test_errors_of_matrices_of_ever_other_sizes_name_their_minors() -> None:
+    for size in range(3, 12):
+        a = torch.eye(size).index_fill(0, torch.tensor(size - 2), 0.0).to("tpu")
+        with pytest.raises(
+            torch.linalg.LinAlgError, match=rf"leading minor of order {size - 1} is not positive-definite"
+        ):
+            torch.linalg.cholesky(a).cpu()
+        with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+            torch.linalg.solve(a, a).cpu()
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
 def test_integers_drawn_between_bounds_that_change_with_sizes(dtype: torch.dtype) -> None:
     """In the branches for few and for many numbers: what one knows of a size is not known in the other."""

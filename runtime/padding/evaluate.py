@@ -1089,11 +1089,12 @@ def _scan(equation: _Equation, arrays: list[Any]) -> Any:
     return [*carried, *made]
 
 
-# ---- matrices, of which only the batch may change
+# ---- matrices
 
 
 def _of_matrices(equation: _Equation, arrays: list[Any]) -> Any:
-    rank = max(array.ndim for array in arrays) + (equation.name == "lu_pivots_to_permutation")
+    """Only the batch may change."""
+    rank = max(array.ndim for array in arrays)
     for number, array in enumerate(arrays):
         own = array.ndim - rank + 2  # dimensions: 2 of a matrix, 1 of pivots and the like
         if _changing(equation.dims(number)[array.ndim - own :]):
@@ -1103,8 +1104,8 @@ def _of_matrices(equation: _Equation, arrays: list[Any]) -> Any:
 
 _RULES.update(
     dict.fromkeys(
-        ("cholesky", "eig", "eigh", "geqrf", "householder_product", "hessenberg", "lu", "ormqr", "qr", "schur", "svd",
-         "tridiagonal", "tridiagonal_solve", "lu_pivots_to_permutation"),
+        ("eig", "eigh", "geqrf", "householder_product", "hessenberg", "ormqr", "qr", "schur", "svd", "tridiagonal",
+         "tridiagonal_solve"),
         _of_matrices,
     )
 )  # fmt: skip
@@ -1113,10 +1114,35 @@ _RULES.update(
 @_rule("triangular_solve")
 def _triangular_solve(equation: _Equation, arrays: list[Any]) -> Any:
     """Each column of the right-hand side, or row where the unknown is on the left, is solved for by itself."""
-    place = -2 if equation.params["left_side"] else -1
-    if _changing(equation.dims(0)[-2:]) or _changing((equation.dims(1)[place],)):
-        raise Refused("triangular_solve of matrices of changing size")
-    return equation.bind(*arrays)
+    given, side = arrays
+    axis = side.ndim - (2 if equation.params["left_side"] else 1)
+    return equation.bind(_with_identity(equation, given), equation.fill(side, 1, [axis], 0))
+
+
+@_rule("cholesky", "lu")
+def _factored(equation: _Equation, arrays: list[Any]) -> Any:
+    """The factors of a matrix with an identity beside it are its own factors with identities beside them."""
+    return equation.bind(_with_identity(equation, arrays[0]))
+
+
+def _with_identity(equation: _Equation, array: Any) -> Any:
+    """The first argument, square matrices, with an identity for the surplus."""
+    rows, columns = equation.dims(0)[-2:]
+    if not _changing((rows, columns)):
+        return array
+    if str(rows) != str(columns):
+        raise Refused(f"{equation.name} of matrices of changing size that are not square")
+    inside = equation.inside(array.shape, equation.dims(0), [array.ndim - 2, array.ndim - 1])
+    return jnp.where(inside, array, jnp.eye(array.shape[-1], dtype=array.dtype))
+
+
+@_rule("lu_pivots_to_permutation")
+def _permutation(equation: _Equation, arrays: list[Any]) -> Any:
+    (pivots,), size = arrays, equation.sizes.capacity(equation.params["permutation_size"])
+    inside = equation.inside(pivots.shape, equation.dims(0), [pivots.ndim - 1])
+    if inside is not None:
+        pivots = jnp.where(inside, pivots, lax.broadcasted_iota(pivots.dtype, pivots.shape, pivots.ndim - 1))
+    return equation.bind(pivots, permutation_size=size)
 
 
 @_rule("fft")
