@@ -194,10 +194,14 @@ def _replaced(value: Any, size: int, new: Any) -> Any:
 
 
 def _lengthened(leaf: Any, size: int, length: int) -> Any:
-    """An array with more of the same along each axis of this size."""
+    """An array with more of the same along each axis of this size; matrices that have inverses keep having them."""
+    is_square = np.shape(leaf)[-2:] == (size, size) and leaf.dtype.kind in "fc"
     for axis, n in enumerate(np.shape(leaf)):
         if n == size:
             leaf = np.take(leaf, np.arange(length) % size, axis)
+    if is_square:
+        more = np.arange(size, length)
+        leaf[..., more, more] += 1
     return leaf
 
 
