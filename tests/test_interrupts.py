@@ -501,7 +501,7 @@ def test_a_process_that_ends_while_xla_compiles_has_its_own_status(name: str) ->
     assert "terminate" not in ended.err and "FATAL" not in ended.err
 
 
-def test_a_program_that_cannot_be_handed_over_fails_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_be_handed_over_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise KeyError("refused by the test")
 
@@ -509,8 +509,9 @@ def test_a_program_that_cannot_be_handed_over_fails_its_readers(monkeypatch: pyt
     x.cpu()  # what follows is a region of one op, which has no smaller pieces
     for size, name in enumerate(("_form", "_compiles_for"), 2):
         monkeypatch.setattr(RegionVariants, name, refuse)
-        with pytest.raises(KeyError, match="refused by the test"):
-            torch.cosh(x[:size]).cpu()
+        taken_apart = metrics.snapshot()["regions_taken_apart"]
+        torch.testing.assert_close(torch.cosh(x[:size]).cpu(), torch.arange(4.0)[:size].cosh())
+        assert metrics.snapshot()["regions_taken_apart"] == taken_apart + 1
         monkeypatch.undo()
 
 
