@@ -118,7 +118,7 @@ bool insert(Recorder& r, const OpInfo& info, const IValue* args, const Node* for
   state_lock.assert_held();
   auto node = std::make_unique<Node>();
   if (!make_keys(r, info, args, node->args)) return false;
-  lift_keys(*r.trie, info, line, fork, node->args);
+  lift_keys(info, fork, node->args);
   node->info = &info;
   node->line = std::move(line);
   node->settings = settings_for(info);

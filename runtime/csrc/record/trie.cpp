@@ -1,7 +1,6 @@
 #include "record/trie.h"
 
 #include <bit>
-#include <functional>
 
 #include "record/recorder.h"
 
@@ -279,26 +278,11 @@ bool is_plain_constant(const NumberKey& key) {
   return value == 0 || value == 1 || value == -1 || value == 2;
 }
 
-constexpr size_t kMostConstants = 8;      // that an argument of an op on a line has, in streams that differ
-constexpr size_t kMostNumbers = 1 << 14;  // arguments of which they are known
-
-// Whether the streams that end in this op keep differing in the number it is given there, as where a list that grows is
-// divided by its length: no node before it is the one to compare with.
-bool keeps_differing(Trie& trie, const OpInfo& info, size_t arg, const std::string& line, const NumberKey& key) {
-  if (trie.numbers.size() >= kMostNumbers) trie.numbers.clear();
-  auto& known = trie.numbers[{line, &info, arg}];
-  if (known.size() < kMostConstants && std::find(known.begin(), known.end(), key.bits) == known.end()) {
-    known.push_back(key.bits);
-  }
-  return known.size() == kMostConstants;
-}
-
-void lift_number(const OpInfo& info, const ArgInfo& arg, const NumberKey* fork, NumberKey& key,
-                 const std::function<bool()>& keeps_differing) {
+void lift_number(const OpInfo& info, const ArgInfo& arg, const NumberKey* fork, NumberKey& key) {
   if (!arg.is_liftable || is_structural(arg, key)) return;
   bool differs = fork && (fork->is_lifted || (fork->bits != key.bits && !is_structural(arg, *fork)));
   bool at_sight = info.lifts && key.kind == NumberKey::kDouble && !is_plain_constant(key);
-  key.is_lifted = differs || at_sight || keeps_differing();
+  key.is_lifted = differs || at_sight;
 }
 
 }  // namespace
@@ -356,21 +340,17 @@ bool writes_beside(const OpInfo& info, const std::vector<ArgKey>& keys, size_t a
 
 }  // namespace
 
-void lift_keys(Trie& trie, const OpInfo& info, const std::string& line, const Node* fork, std::vector<ArgKey>& keys) {
-  bool decides_shape = info.may_resize && !info.lifts;
-  if (decides_shape) fork = nullptr;
+void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys) {
+  if (info.may_resize && !info.lifts) fork = nullptr;  // the numbers may decide the result's shape
   for (size_t i = 0; i < info.args.size(); i++) {
     const ArgInfo& arg = info.args[i];
     ArgKey& key = keys[i];
     const ArgKey* old = fork ? &fork->args[i] : nullptr;
     if (key.kind == ArgKey::kNumber || key.kind == ArgKey::kCpuScalar) {
-      // Not what may be lifted of `info.ints`: as constants, places are read faster.
-      bool is_value = arg.is_number || key.kind == ArgKey::kCpuScalar || key.number.kind == NumberKey::kDouble;
-      lift_number(info, arg, old ? &old->number : nullptr, key.number,
-                  [&] { return is_value && !decides_shape && keeps_differing(trie, info, i, line, key.number); });
+      lift_number(info, arg, old ? &old->number : nullptr, key.number);
     }
     for (size_t e = 0; e < key.numbers.size(); e++) {
-      lift_number(info, arg, old ? &old->numbers[e] : nullptr, key.numbers[e], [] { return false; });
+      lift_number(info, arg, old ? &old->numbers[e] : nullptr, key.numbers[e]);
     }
     for (size_t e = 0; old && e < key.tensors.size(); e++) {
       bool differs = old->tensors[e].is_offset_lifted || old->tensors[e].offset != key.tensors[e].offset;

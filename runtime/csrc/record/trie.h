@@ -7,11 +7,9 @@
 
 #include <atomic>
 #include <list>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -206,8 +204,6 @@ struct Trie {
   int wholes = 0;         // values that have a subgraph of their own
   std::unordered_map<uint64_t, Stream> streams;   // by skeleton
   std::unordered_map<std::string, Place> places;  // where regions ended, by line
-  // The first numbers that ops were given in new streams, by line, op and argument.
-  std::map<std::tuple<std::string, const OpInfo*, size_t>, c10::SmallVector<int64_t, 2>> numbers;
 };
 
 // The numbers a call hands to lifted arguments, in argument order.
@@ -230,9 +226,8 @@ struct Recorder;
 Match match_node(Recorder& r, const Node& node, const OpInfo& info, const IValue* args, LiftedNumbers& lifted);
 // Describes the arguments of a call; false for an argument that cannot be recorded.
 bool make_keys(Recorder& r, const OpInfo& info, const IValue* args, std::vector<ArgKey>& keys);
-// Lifts, in `keys`, what differs from `fork` (a node that matches but for numbers), what `info.lifts` says, and numbers
-// that new streams keep giving this op on its line.
-void lift_keys(Trie& trie, const OpInfo& info, const std::string& line, const Node* fork, std::vector<ArgKey>& keys);
+// Lifts, in `keys`, what differs from `fork` (a node that matches but for numbers) and what `info.lifts` says.
+void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys);
 
 // The same for a call that has been described already; numbers of `given` are the call's own.
 Match match_keys(const Node& node, const OpInfo& info, const std::vector<ArgKey>& given, LiftedNumbers& lifted);

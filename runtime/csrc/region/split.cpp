@@ -54,7 +54,7 @@ Node* node_again(Recorder& r, const Node& old, std::vector<ArgKey> call, const N
   auto node = std::make_unique<Node>();
   node->info = old.info;
   node->args = std::move(call);
-  lift_keys(*r.trie, *old.info, old.line, fork, node->args);
+  lift_keys(*old.info, fork, node->args);
   lift_as_before(old.args, node->args);
   node->returns = old.returns;
   node->writes = old.writes;
