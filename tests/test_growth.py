@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -1493,6 +1494,20 @@ def test_copies_are_few_and_go_with_what_they_copy() -> None:
     del array, kept
     gc.collect()
     assert not copies._known
+
+
+def test_a_copy_that_goes_runs_no_bytecode() -> None:
+    """In which the exception of a signal's handler would be lost, as in every callback of a weak reference."""
+    copies, called = arrays.Copies(OnHost(), startup.engine_counters()), list[str]()
+    array = HostArray(torch.zeros(2))
+    copies.padded(array, (4,), 0)
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        del array
+    finally:
+        sys.setprofile(None)
+    assert not copies._known
+    assert called == []
 
 
 def test_what_many_padded_programs_read_is_copied_once() -> None:

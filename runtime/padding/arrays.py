@@ -105,7 +105,9 @@ class Copies:
         return self._client.upload(values, device)
 
     def _keep(self, key: tuple[int, Shape], array: Any, made: Any) -> None:
-        self._known[key] = weakref.ref(array, functools.partial(_forget, self._known, key)), made
+        # A callback without bytecode, of which the reference is `pop`'s default: in one of Python, what a signal's
+        # handler raises would be lost.
+        self._known[key] = weakref.ref(array, functools.partial(self._known.pop, key)), made
         if len(self._known) > _MOST_COPIES:
             with contextlib.suppress(KeyError):
                 self._known.popitem(last=False)
@@ -273,7 +275,3 @@ def _moved(offset: int, shape: Shape, longer: Shape) -> int:
         offset, place = divmod(offset, size)
         found, step = found + place * step, step * capacity
     return found
-
-
-def _forget(known: dict[tuple[int, Shape], Any], key: tuple[int, Shape], _: Any) -> None:
-    known.pop(key, None)
