@@ -1531,3 +1531,84 @@ def test_what_counts_of_an_array_that_a_piece_padded_further() -> None:
     values = torch.arange(32.0).reshape(8, 4)
     arrays.PaddedWork(work, padded).keep(0, arrays.PaddedArray(HostArray(values), (3, 4)), None)
     assert torch.equal(arrays.download(OnHost(), kept[0]), values[:2])
+
+
+NEXT_TOKENS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "shifted": lambda scores, x: F.cross_entropy(scores[:, :-1].reshape(-1, 9), x[:, 1:].reshape(-1)),
+    "copied": lambda scores, x: F.cross_entropy(
+        scores[..., :-1, :].contiguous().view(-1, 9), x[..., 1:].contiguous().view(-1)
+    ),
+    "two off": lambda scores, x: F.cross_entropy(scores[:, :-2].flatten(0, 1), x[:, 2:].flatten()),
+}
+
+
+@pytest.mark.parametrize("name", NEXT_TOKENS)
+def test_the_next_tokens_of_batches_of_ever_other_sizes(name: str) -> None:
+    """Rows of one size less than the batch has: `a*b - a` of its sizes."""
+
+    def loop(device: str) -> list[Tensor]:
+        dice, found = random.Random(0), []
+        table = torch.randn(9, 9).to(device).requires_grad_()
+        for _ in range(24):
+            x = torch.randint(9, (dice.randint(2, 9), dice.randint(4, 30))).to(device)
+            loss = NEXT_TOKENS[name](F.embedding(x, table).tanh(), x)
+            (gradient,) = torch.autograd.grad(loss, table)
+            with torch.no_grad():
+                table -= 0.1 * gradient
+            found.append(loss.detach().cpu())
+        return found
+
+    refused = dict(metrics.snapshot()["regions_not_padded"])
+    programs, _ = same_on_both(loop)
+    found = {k: v for k, v in metrics.snapshot()["regions_not_padded"].items() if v > refused.get(k, 0)}
+    assert programs <= 12
+    assert not any("inconclusive" in cause or "no bounds" in cause for cause in found), found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a*b - a", (4, 248)),
+        ("2*a*b - 3*b + 1", (4, 417)),
+        ("a - b", (-30, 5)),
+        ("a*a - a", None),
+        ("a*floordiv(b, 2)", None),
+    ],
+)
+def test_bounds_of_what_is_linear_in_each_size(text: str, expected: tuple[int, int] | None) -> None:
+    size = evaluate.Symbols([(2, 8, 8), (3, 32, 32)]).size(text)
+    assert evaluate._bounds_at_corners(size) == expected
+
+
+@pytest.mark.parametrize("pool", [F.max_pool1d, F.avg_pool1d])
+def test_pooling_over_all_of_what_changes(pool: Callable[[Tensor, int], Tensor]) -> None:
+    def loop(device: str) -> list[Tensor]:
+        found = []
+        weight = torch.randn(6, 4, 3).to(device).requires_grad_()
+        for n in LENGTHS:
+            made = F.conv1d(torch.randn(2, 4, n + 2).to(device), weight)
+            loss = pool(made.relu(), made.shape[-1]).square().sum()
+            found += [loss.detach().cpu(), torch.autograd.grad(loss, weight)[0].cpu()]
+        return found
+
+    refused = dict(metrics.snapshot()["regions_not_padded"])
+    same_on_both(loop, rtol=1e-4, atol=1e-5)
+    found = {k: v for k, v in metrics.snapshot()["regions_not_padded"].items() if v > refused.get(k, 0)}
+    assert not any("pool" in cause for cause in found), found
+
+
+def test_what_a_lowering_refuses_is_not_traced_for_such_sizes_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def refuse(self: PaddedForm, *_: Any) -> None:
+        tried.append(1)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(PaddedForm, "check", refuse)
+    table = torch.randn(40, 4).to("tpu")
+    for n in [18, 19, 20, 21, 22, 23, 24, 25] * 6:
+        (table[:n].tanh().sum(0) + n).cpu()
+    most = len(tried)
+    for n in [26, 27, 28, 29, 30, 31] * 6:
+        (table[:n].tanh().sum(0) + n).cpu()
+    assert len(tried) < 1.5 * most + 12

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import sys
 import threading
@@ -74,6 +75,14 @@ class Sizes:
         return made
 
 
+class _Scope(export.SymbolicScope):  # type: ignore[misc] -- jax's has no types
+    """One of whose variables `ranges` says what they may be."""
+
+    def __init__(self, limits: Sequence[str], ranges: Mapping[str, Bound]) -> None:
+        super().__init__(limits)
+        self.ranges = ranges
+
+
 class Symbols:
     """The variables of an op's `Padding`: expressions of them, from text, and what is traced with such sizes."""
 
@@ -82,7 +91,7 @@ class Symbols:
         self._bounds = {name: Bound(*bound) for name, bound in zip("abcdefgh", bounds, strict=False)}
         limits = [f"{n} >= {b.least}" for n, b in self._bounds.items()]
         limits += [f"{n} <= {b.most}" for n, b in self._bounds.items()]
-        self._scope = export.SymbolicScope(limits)
+        self._scope = _Scope(limits, self._bounds)
         self._undecided = _Undecided(self._scope)
         self._taken: set[str] = set()  # for other than 0, of sizes that are to be equal
         self._sizes: dict[str, Any] = {}  # by their texts, which take long to read
@@ -295,6 +304,25 @@ class _Undecided:
         return tuple(sorted(found))
 
 
+def _bounds_at_corners(dim: Any) -> tuple[int, int] | None:
+    """The least and the most of an expression that is linear in each of its variables, as `a*b - a` is: it has them
+    where each variable is the least or the most that it may be. None of others, as of `a*a` or `a // 2`."""
+    ranges = getattr(getattr(dim, "scope", None), "ranges", None)
+    if ranges is None:
+        return None
+    terms: list[tuple[int, list[str]]] = []
+    for term, factor in dim._sorted_terms:
+        names = [each.var for each, exponent in term._factors if exponent == 1]
+        if None in names or len(names) < len(term._factors):
+            return None
+        terms.append((factor, names))
+    variables = sorted({name for _, names in terms for name in names})
+    ends = itertools.product(*((ranges[name].least, ranges[name].most) for name in variables))
+    corners = [dict(zip(variables, end, strict=True)) for end in ends]
+    values = [sum(factor * math.prod(map(corner.__getitem__, names)) for factor, names in terms) for corner in corners]
+    return min(values), max(values)
+
+
 def _marked(dim: Any, spec: str) -> str:
     is_lowerings = sys._getframe(1).f_globals.get("__name__", "").startswith("torchtpu.ops.")
     return marked(str(dim)) if is_lowerings else format(str(dim), spec)
@@ -303,7 +331,8 @@ def _marked(dim: Any, spec: str) -> str:
 @functools.cache
 def _watch_sizes() -> None:
     """Has comparisons of jax's symbolic sizes noted from now on, and marked what lowerings say of them in messages. No
-    comparison takes long: jax eliminates term by term, in steps that multiply with the terms."""
+    comparison takes long: jax eliminates term by term, in steps that multiply with the terms. Of products of sizes it
+    knows little: that `a*b - a` is not negative."""
     is_equal = shape_poly._DimExpr.__eq__
 
     def compare(one: Any, other: Any) -> bool:
@@ -327,7 +356,14 @@ def _watch_sizes() -> None:
         bounds: tuple[float, float] = find_bounds(self, *given) if self._steps < _MOST_STEPS else (-math.inf, math.inf)
         return bounds
 
+    decide = decision.bounds
+
+    def decide_at_corners(self: Any, dim: Any, *given: Any, **named: Any) -> tuple[float, float]:
+        bounds: tuple[float, float] = _bounds_at_corners(dim) or decide(self, dim, *given, **named)
+        return bounds
+
     decision._bounds_for_sorted_terms = find_bounds_soon
+    decision.bounds = decide_at_corners
     shape_poly._DimExpr.__eq__ = noted_is_equal
     shape_poly._DimExpr.__ne__ = noted_is_unequal
     shape_poly._DimExpr.__format__ = _marked

@@ -54,7 +54,7 @@ from torchtpu.runtime.ir.strided_access import Digit, find_access, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
 
 from .ask import Askable
-from .refusals import Refusals, Refused
+from .refusals import Refusals, Refused, RefusedAgain
 
 # The shortest dimension in memory: one that saves programs, and one that saves work where the largest array would have
 # so many elements, or fewer if a size seems to stay so small.
@@ -89,6 +89,8 @@ _MOST_RECENT = 256
 _MOST_OUTLINES = 256
 _MOST_TEMPLATES = 4  # of one outline
 _FEWEST_REFUSED = 16  # programs of one outline, before ever fewer are tried
+_FEWEST_OF_SIZES = 2  # and of those that a lowering refuses of about these sizes
+_MOST_OF_OUTLINE = 16  # of such sizes
 _NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
 _ZERO = "max(1 - ("
 _INCONCLUSIVE = "InconclusiveDimensionOperation"  # jax's: what a lowering asks hangs on how small sizes may be
@@ -1042,6 +1044,7 @@ class Layouts:
         self._outlines: dict[Outline, Outline] = {}  # what equal ones are kept as
         self._templates: dict[Outline, list[Template]] = {}
         self._refusals = Refusals(_FEWEST_REFUSED, _MOST_OUTLINES)
+        self._refused_sizes = Refusals(_FEWEST_OF_SIZES, _MOST_OUTLINES * _MOST_OF_OUTLINE)  # by lowerings
 
     def note(self, program: Program) -> None:
         """Keeps a program for a while: others of the same ops may follow."""
@@ -1072,7 +1075,9 @@ class Layouts:
         shared, slots = sample.slots(self._outlines)
         with self._lock:
             known = list(self._templates.get(shared, ()))
+        sizes = shared, tuple(map(int.bit_length, slots))  # what a lowering refuses, it refuses of about these sizes
         self._refusals.check(shared)
+        self._refused_sizes.check(sizes)
         error: Exception = _NoSize("no other sizes of it are known")
         others = itertools.chain(others, (program for template in known for program in template.samples))
         for make, is_new in self._ways(program, shared, slots, known, others):
@@ -1083,9 +1088,12 @@ class Layouts:
                 if isinstance(error, _NoSize) or not isinstance(raised, _NoSize):
                     error = raised
                 continue
+            self._refused_sizes.forget(sizes)
             self._keep(shared, template)
             return padded
         self._refusals.note(shared, str(error))
+        if isinstance(error, RefusedAgain) or not isinstance(error, Refused):
+            self._refused_sizes.note(sizes, str(error))
         raise error
 
     def _keep(self, shared: Outline, template: Template) -> None:

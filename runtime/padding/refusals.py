@@ -10,6 +10,10 @@ class Refused(Exception):
     """What a program computes on longer arrays is not known: the message says why."""
 
 
+class RefusedAgain(Refused):
+    """It was refused before, and is not tried this time."""
+
+
 class Refusals:
     """How often in turn things were refused, and why the last time. After the first `fewest` times, a thing is tried
     again only where that count is a power of two. Those refused first are forgotten beyond `most` things. Methods may
@@ -22,12 +26,12 @@ class Refusals:
         self._known: dict[Hashable, tuple[int, str]] = {}
 
     def check(self, thing: Hashable) -> None:
-        """Raises Refused where the thing is not to be tried this time."""
+        """Raises RefusedAgain where the thing is not to be tried this time."""
         with self._lock:
             count, reason = self._known.get(thing, (0, ""))
             if count >= self._fewest and count & (count - 1):
                 self._known[thing] = count + 1, reason
-                raise Refused(reason)
+                raise RefusedAgain(reason)
 
     def note(self, thing: Hashable, reason: str) -> None:
         """The thing was tried and refused."""

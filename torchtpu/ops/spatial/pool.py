@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchtpu.ops.math.reduce import extreme
 from torchtpu.ops.registry import jnp, lax, like, lowering, opmath, suggest_memory_format
 from torchtpu.ops.sizes import is_known
 
@@ -36,6 +37,11 @@ class Windows:
         """How far the last one reaches beyond the dimension; negative, if at all, where sizes are not known."""
         beyond = (self.count - 1) * self.stride + self.span - self.padding - self.length
         return max(beyond, 0) if isinstance(beyond, int) else beyond
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the dimension."""
+        return (self.count, self.padding, self.dilation) == (1, 0, 1) and bool(self.size == self.length)
 
 
 def windows_of(
@@ -69,6 +75,16 @@ def best_of(candidates: Any) -> tuple[Any, Any]:
     return best, place
 
 
+def _best_of_all(x: Any, place: Any, axis: int, ctx: Any) -> tuple[Any, Any]:
+    """What `best_of` gives for the elements along a dimension, whose places rise."""
+    best = extreme(jnp.max, x, axis, ctx, keepdims=True)
+    first = jnp.min(jnp.where(x == best, place, jnp.iinfo(jnp.int32).max), axis, keepdims=True)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return best, first
+    last_nan = jnp.max(jnp.where(x != x, place, -1), axis, keepdims=True)
+    return best, jnp.where(last_nan < 0, first, last_nan)
+
+
 def places(x: Any, rank: int) -> Any:
     """The index of each element within its own plane, as PyTorch's pooling counts them."""
     space = x.shape[-rank:]
@@ -100,6 +116,9 @@ def _max_pool(rank: int, x: Any, kernel: Any, stride: Any, padding: Any, dilatio
     # One dimension after the other, the innermost first, keeps PyTorch's choice among equals.
     for axis in range(x.ndim - 1, x.ndim - rank - 1, -1):
         w = windows[axis - x.ndim]
+        if w.is_whole:
+            x, place = _best_of_all(x, place, axis, ctx)
+            continue
         pairs = zip(_slices(x, axis, w, lowest(x.dtype)), _slices(place, axis, w, -1), strict=True)
         x, place = best_of(pairs)
     return x, place
@@ -124,8 +143,9 @@ def _max_pool_backward(
     """
     windows = windows_of(rank, x.shape, grad.shape, kernel, stride, padding, dilation)
     lead = x.shape[:-rank]
-    reach = [-(-w.span // w.stride) for w in windows]
-    blocks = [-(-(w.length + w.padding) // w.stride) for w in windows]
+    windows = [replace(w, stride=w.length) if w.is_whole else w for w in windows]
+    reach = [1 if w.is_whole else -(-w.span // w.stride) for w in windows]
+    blocks = [1 if w.is_whole else -(-(w.length + w.padding) // w.stride) for w in windows]
     pads = [(0, 0, 0)] * len(lead)
     pads += [(r - 1, b - w.count, 0) for r, b, w in zip(reach, blocks, windows, strict=True)]
     grads = lax.pad(opmath(grad), jnp.zeros((), opmath(grad).dtype), pads)
@@ -174,6 +194,8 @@ def _avg_pool(x: Any, windows: list[Windows], count_include_pad: bool, divisor: 
 
 
 def _window_sums(x: Any, axis: int, w: Windows) -> Any:
+    if w.is_whole:
+        return jnp.sum(x, axis, keepdims=True, dtype=x.dtype)
     if w.size <= _MOST_SLICES:
         return sum(_slices(x, axis, w, 0))
     shape, strides, pads = [1] * x.ndim, [1] * x.ndim, [(0, 0, 0)] * x.ndim
@@ -216,6 +238,9 @@ def _avg_pool_backward(grad: Any, windows: list[Windows], count_include_pad: boo
     made = _divide(opmath(grad), windows, count_include_pad, divisor)
     for axis, w in zip(range(-len(windows), 0), windows, strict=True):
         axis %= grad.ndim
+        if w.is_whole:
+            made = jnp.broadcast_to(made, (*made.shape[:axis], w.length, *made.shape[axis + 1 :]))
+            continue
         # The gradients, a stride apart, summed over the windows that hold each element.
         pads = [(0, 0, 0)] * grad.ndim
         reach = (w.count - 1) * w.stride + 1
