@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -79,3 +80,58 @@ ENTRY %main (x: f32[128,64]) -> f32[] {
 def test_a_fusion_is_told_by_its_operands(dimensions: str, kind: str, expected: bool) -> None:
     text = HLO.replace("{DIMENSIONS}", f"{{{dimensions}}}").replace("KIND", kind)
     assert miscompiled.is_miscompiled(text) is expected
+
+
+HIDES_NAN: dict[str, Callable[[Tensor], Tensor]] = {
+    "largest": lambda x: x.amax(1),
+    "largest, where it is": lambda x: x.max(1)[0],
+    "largest of all": lambda x: x.max(),
+    "smallest": lambda x: x.amin(0),
+    "both": lambda x: torch.stack(torch.aminmax(x)),
+    "norm": lambda x: x.norm(math.inf, 1),
+    "least norm": lambda x: torch.linalg.vector_norm(x, -math.inf, 1),
+    "activated": lambda x: x.relu().sum(1),
+    "clamped": lambda x: x.clamp(min=0).mean(1),
+    "smaller of two": lambda x: torch.min(x, 2 * x).mean(),
+    "normalized": lambda x: F.batch_norm(x, None, None, training=True).relu().mean(0),
+    "pooled": lambda x: F.max_pool1d(x, x.shape[1])[:, 0],
+    "places": lambda x: F.max_pool1d(x[None], x.shape[1], return_indices=True)[1][0, :, 0].double(),
+}
+
+
+@pytest.mark.parametrize("tiers", ["on", "off"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", HIDES_NAN)
+def test_nan_is_the_largest_and_the_smallest(name: str, dtype: torch.dtype, tiers: str) -> None:
+    torch.manual_seed(0)
+    with config.using(tiers=tiers):
+        for rows, columns in ((128, 64), (200, 77)):
+            x = torch.randn(rows, columns).to(dtype)
+            x[1], x[2, 3] = math.nan, math.nan
+            expected = HIDES_NAN[name](x)
+            torch.testing.assert_close(
+                HIDES_NAN[name](x.to("tpu")).cpu(), expected, equal_nan=True, rtol=2e-2, atol=2e-2
+            )
+
+
+@pytest.mark.parametrize("tiers", ["on", "off"])
+def test_reductions_of_bfloat16_times_a_number(tiers: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(128, 64).bfloat16()
+    with config.using(tiers=tiers):
+        for f in (lambda x: F.gelu(x).sum(1), lambda x: (x / 3).exp().sum(0), lambda x: (x * 0.5).float().erf().mean()):
+            for _ in range(5):
+                torch.testing.assert_close(f(x.to("tpu")).cpu(), f(x), rtol=2e-2, atol=6e-2)
+
+
+def test_maxima_are_written_as_what_they_choose() -> None:
+    text = """  func.func public @main(%in0: tensor<4x3xf32>, %in1: tensor<4x3xf32>, %in2: tensor<4xi32>) {
+    %0 = stablehlo.maximum %in0, %in1 : tensor<4x3xf32>
+    %r1 = stablehlo.minimum %0, %in1 : tensor<4x3xf32>
+    %2 = stablehlo.maximum %in2, %in2 : tensor<4xi32>
+    %3 = stablehlo.reduce(%r1 init: %cst) applies stablehlo.maximum across dimensions = [1] : (tensor<4x3xf32>)
+"""
+    chosen = miscompiled.with_choices(text).splitlines()
+    assert [line for line in chosen if "imum" in line] == text.splitlines()[3:]
+    assert sum("stablehlo.select" in line for line in chosen) == 2
+    assert any(line.startswith("    %r1 = stablehlo.select %one_") for line in chosen)

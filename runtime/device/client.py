@@ -162,11 +162,15 @@ class Client:
     def compile(self, text: str, device: int, homes: Homes = (), more: Options = ()) -> Any:
         """Compiles a StableHLO module for one device, or for it and its like at all `homes`, which will launch it
         together, with `more` options than usual; raises what XLA raises. The GIL is released meanwhile."""
-        options = self._options_for(device, homes, more)
-        executable = self._client.compile_and_load(text, self._device_list(device), options)
+        more = (*more, *self._cautions(text))
+        devices, options = self._device_list(device), self._options_for(device, homes, more)
+        executable = self._client.compile_and_load(text, devices, options)
+        if any(map(miscompiled.hides_nan, self._compiled_texts(text, executable))):
+            text = miscompiled.with_choices(text)
+            executable = self._client.compile_and_load(text, devices, options)
         if self.is_miscompiled(text, executable):
             options = self._options_for(device, homes, (*more, *miscompiled.WITHOUT))
-            executable = self._client.compile_and_load(text, self._device_list(device), options)
+            executable = self._client.compile_and_load(text, devices, options)
         self._num_compiled += 1
         if not self._keeps_memory or self._num_compiled % _COMPILES_BETWEEN_TRIMS == 0:
             with contextlib.suppress(AttributeError, OSError):  # another C library
@@ -175,9 +179,15 @@ class Client:
 
     def is_miscompiled(self, text: str, executable: Any) -> bool:
         """Whether an executable of a StableHLO module computes something else, and is to be compiled again."""
-        if self.platform != "cpu" or not miscompiled.may_be(text):
-            return False
-        return any(miscompiled.is_miscompiled(module.to_string()) for module in executable.hlo_modules())
+        return any(map(miscompiled.is_miscompiled, self._compiled_texts(text, executable)))
+
+    def _cautions(self, text: str) -> Options:
+        return miscompiled.options_for(text) if self.platform == "cpu" else ()
+
+    def _compiled_texts(self, text: str, executable: Any) -> Iterator[str]:
+        """What an executable of a StableHLO module was optimized to, where that may be wrong."""
+        if self.platform == "cpu" and miscompiled.may_be(text):
+            yield from (module.to_string() for module in executable.hlo_modules())
 
     def compile_apart(
         self, text: str, device: int, more: Options = (), *, is_wanted: Callable[[], bool]
@@ -187,7 +197,8 @@ class Client:
         if self.platform != "cpu" or self._coordinator is not None:
             return None
         try:
-            return compile_apart(text, device, len(self.devices), self.options(device, more=more), is_wanted)
+            options = self.options(device, more=(*more, *self._cautions(text)))
+            return compile_apart(text, device, len(self.devices), options, is_wanted)
         except (OSError, RuntimeError):  # no process may be started here
             return None
 

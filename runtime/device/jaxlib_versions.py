@@ -10,3 +10,5 @@ _VERSION = jaxlib.version.__version_info__
 UNCHECKED_HANDLER = {"_skip_checks": True} if _VERSION < (0, 11) else {}
 # From 0.11 on, XLA's emitters of fusions cannot be turned off on platform cpu.
 HAS_FUSION_EMITTERS_OPTION = _VERSION < (0, 11)
+# 0.10 reduces bfloat16 wrongly: see `miscompiled`.
+REDUCES_BFLOAT16_WRONGLY = _VERSION < (0, 11)

@@ -25,7 +25,7 @@ def _norm(difference: Any, p: float) -> Any:
     if p == 2:
         return jnp.sqrt(jnp.square(size).sum(-1))
     if p == math.inf:
-        return size.max(-1, initial=0)
+        return jnp.where(size != size, 0, size).max(-1, initial=0)  # PyTorch takes no NaN for a largest difference
     return (size**p).sum(-1) ** (1 / p)
 
 

@@ -100,14 +100,24 @@ def trace(x, *, ctx):
 # Extremes.  NaN is larger and smaller than everything; the index of an extreme is that of its first occurrence.
 
 
+def extreme(function: Any, x: Any, dims: Any, ctx: Any, **given: Any) -> Any:
+    """`jnp.max` or `jnp.min`, where NaN stays: YNNPACK, by which XLA:CPU of jaxlib 0.10 reduces larger arrays, takes
+    any number for more than it."""
+    found = function(x, dims, **given)
+    if ctx.platform != "cpu" or not jnp.issubdtype(x.dtype, jnp.floating):
+        return found
+    is_nan = jnp.any(x != x, dims, keepdims=given.get("keepdims", False))
+    return jnp.where(is_nan, jnp.asarray(jnp.nan, x.dtype), found)
+
+
 @lowering("amax", "max")
-def amax(x, dim=None, keepdim=False):
-    return jnp.max(x, axes(dim, x.ndim), keepdims=keepdim)
+def amax(x, dim=None, keepdim=False, *, ctx):
+    return extreme(jnp.max, x, axes(dim, x.ndim), ctx, keepdims=keepdim)
 
 
 @lowering("amin", "min")
-def amin(x, dim=None, keepdim=False):
-    return jnp.min(x, axes(dim, x.ndim), keepdims=keepdim)
+def amin(x, dim=None, keepdim=False, *, ctx):
+    return extreme(jnp.min, x, axes(dim, x.ndim), ctx, keepdims=keepdim)
 
 
 def _infer_aminmax(self: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -115,18 +125,18 @@ def _infer_aminmax(self: torch.Tensor, dim: int | None = None, keepdim: bool = F
 
 
 @lowering("aminmax", "_aminmax", "_aminmax.dim", infer=_infer_aminmax)
-def aminmax(x, dim=None, keepdim=False):
-    return amin(x, dim, keepdim), amax(x, dim, keepdim)
+def aminmax(x, dim=None, keepdim=False, *, ctx):
+    return amin(x, dim, keepdim, ctx=ctx), amax(x, dim, keepdim, ctx=ctx)
 
 
 @lowering("max.dim")
-def max_dim(x, dim, keepdim=False):
-    return amax(x, dim, keepdim), argmax(x, dim, keepdim)
+def max_dim(x, dim, keepdim=False, *, ctx):
+    return amax(x, dim, keepdim, ctx=ctx), argmax(x, dim, keepdim)
 
 
 @lowering("min.dim")
-def min_dim(x, dim, keepdim=False):
-    return amin(x, dim, keepdim), argmin(x, dim, keepdim)
+def min_dim(x, dim, keepdim=False, *, ctx):
+    return amin(x, dim, keepdim, ctx=ctx), argmin(x, dim, keepdim)
 
 
 @lowering("argmax")
@@ -196,15 +206,15 @@ def _moments(x: Any, dim: Any, correction: float | None, keepdim: bool) -> tuple
 
 
 @lowering("linalg_vector_norm", structural={"ord": None})
-def linalg_vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+def linalg_vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None, ctx):
     x, dims = opmath(x if dtype is None else as_dtype(x, dtype)), axes(dim, x.ndim)
     if ord == 2:
         return jnp.sqrt(jnp.sum((x * x.conj()).real, dims, keepdims=keepdim))
     size = jnp.abs(x)
     if ord == math.inf:
-        return jnp.max(size, dims, keepdims=keepdim, initial=0)
+        return extreme(jnp.max, size, dims, ctx, keepdims=keepdim, initial=0)
     if ord == -math.inf:
-        return jnp.min(size, dims, keepdims=keepdim)
+        return extreme(jnp.min, size, dims, ctx, keepdims=keepdim)
     if ord == 0:
         return jnp.sum(x != 0, dims, keepdims=keepdim, dtype=size.dtype)
     if ord == 1:
@@ -213,21 +223,21 @@ def linalg_vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
 
 
 @lowering("linalg__powsum", structural={"ord": None})
-def linalg_powsum(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+def linalg_powsum(x, ord=2, dim=None, keepdim=False, *, dtype=None, ctx):
     x, dims = opmath(x if dtype is None else as_dtype(x, dtype)), axes(dim, x.ndim)
     if ord == 0:
-        return linalg_vector_norm(x, 0, dims, keepdim)
+        return linalg_vector_norm(x, 0, dims, keepdim, ctx=ctx)
     return jnp.sum((x * x.conj()).real if ord == 2 else jnp.abs(x) ** ord, dims, keepdims=keepdim)
 
 
 @lowering("norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", structural={"p": None})
-def norm(x, p, dim, keepdim=False, *, dtype=None):
-    return linalg_vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+def norm(x, p, dim, keepdim=False, *, dtype=None, ctx):
+    return linalg_vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype, ctx=ctx)
 
 
 @lowering("norm.Scalar", "norm.ScalarOpt_dtype", structural={"p": None})
-def norm_all(x, p=2, *, dtype=None):
-    return linalg_vector_norm(x, 2 if p is None else p, dtype=dtype)
+def norm_all(x, p=2, *, dtype=None, ctx):
+    return linalg_vector_norm(x, 2 if p is None else p, dtype=dtype, ctx=ctx)
 
 
 def _infer_renorm(self: torch.Tensor, p: Any, dim: int, maxnorm: Any) -> torch.Tensor:
@@ -237,9 +247,9 @@ def _infer_renorm(self: torch.Tensor, p: Any, dim: int, maxnorm: Any) -> torch.T
 
 
 @lowering("renorm", structural={"p": None}, infer=_infer_renorm)
-def renorm(x, p, dim, maxnorm):
+def renorm(x, p, dim, maxnorm, *, ctx):
     others = [d for d in range(x.ndim) if d != dim % x.ndim]
-    size = linalg_vector_norm(x, p, others, keepdim=True)
+    size = linalg_vector_norm(x, p, others, keepdim=True, ctx=ctx)
     return opmath(x) * jnp.where(size > maxnorm, maxnorm / (size + 1e-7), 1)
 
 

@@ -46,7 +46,7 @@ def _into_table(rows: Any, index: Any, size: int, padding_idx: int, by_frequency
 def embedding_renorm(weight, indices, max_norm, norm_type, *, ctx):
     index = checked(ctx, indices.reshape(-1), weight.shape[0], "index out of range in self")
     rows = opmath(weight.at[index].get(**PROMISED))
-    norm = linalg_vector_norm(rows, norm_type, 1, keepdim=True)
+    norm = linalg_vector_norm(rows, norm_type, 1, keepdim=True, ctx=ctx)
     scaled = jnp.where(norm > max_norm, rows * (max_norm / (norm + 1e-7)), rows)
     return weight.at[index].set(scaled.astype(weight.dtype), **DROPPED)
 
