@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from script import run_script
 
 from torchtpu import metrics
 from torchtpu.ops.linalg import linalg as _linalg  # noqa: F401  (registers the lowerings)
@@ -294,3 +295,48 @@ def test_scales_of_zero_ignore_nan_where_the_cpu_does(place: str, dtype: torch.d
         for scales in ((0, 1), (1, 0), (0, 0), (2, 0)):
             expected = call(op, *scales, "cpu")
             torch.testing.assert_close(call(op, *scales, "tpu"), expected, equal_nan=True)
+
+
+INDEPENDENT = {
+    "solved": "torch.linalg.solve(a, a.sin()).sum()",
+    "factored": "torch.linalg.cholesky(a @ a.mT + 9 * torch.eye(40, device=a.device)).sum()",
+    "inverted": "torch.linalg.inv(a).sum()",
+}
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_batches_that_are_factored_side_by_side_end(name: str) -> None:
+    """LAPACK's calls for batches wait for threads that others of them hold, where a program makes several at once."""
+    ended = run_script(
+        f"""
+        import torch
+        torch.manual_seed(0)
+        given = [(torch.randn(40, 40, 40) + 9 * torch.eye(40)).to("tpu").requires_grad_() for _ in range(3)]
+        for _ in range(40):
+            loss = sum({INDEPENDENT[name]} for a in given)
+            gradients = torch.autograd.grad(loss, given)
+            found = loss.item(), [g.sum().item() for g in gradients]
+        expected = [a.detach().cpu().double().requires_grad_() for a in given]
+        loss = sum({INDEPENDENT[name]} for a in expected)
+        assert abs(found[0] - loss.item()) < 1e-2 * abs(loss.item()), (found, loss)
+        print("ended")
+        """
+    )
+    assert (ended.status, ended.out) == (0, "ended\n"), ended.err
+
+
+def test_lapack_is_called_for_one_op_after_the_other_whatever_the_dtype() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        given = [torch.randn(5, 6, 6, dtype=dtype) + 6 * torch.eye(6) for _ in range(3)]
+        sent = [a.to("tpu") for a in given]
+
+        def made(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [
+                torch.linalg.inv(matrices[0]),
+                torch.linalg.solve(*matrices[1:]),
+                torch.linalg.lu_factor(matrices[0])[1],
+            ]
+
+        for found, expected in zip(made(sent), made(given), strict=True):
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)

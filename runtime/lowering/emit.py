@@ -11,11 +11,12 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from torchtpu.runtime.device.client import calls_lapack
 from torchtpu.runtime.ir.calls import Parameter, results_of, written
 from torchtpu.runtime.ir.list_ops import take_apart
 from torchtpu.runtime.ir.liveness import find_live
@@ -38,6 +39,7 @@ Aval = tuple[tuple[int, ...], torch.dtype]
 CHECKS_PER_WORD = 32
 
 _COMPARES = re.compile(r"(?:eq|ne|lt|le|gt|ge)\.Tensor$")
+_INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CHANGES_IN_PLACE = re.compile(r"\bstablehlo\.(?:scatter|dynamic_update_slice)\b")
 
 
@@ -72,6 +74,12 @@ class Module:
     checks: tuple[Check, ...]
     sources: tuple[int, ...]
     offsets: Mapping[int, frozenset[Digit]]
+
+
+def _zero(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "false"
+    return "(0.0, 0.0)" if dtype.is_complex else "0.0" if dtype.is_floating_point else "0"
 
 
 def failed_aval(checks: int) -> Aval:
@@ -165,6 +173,11 @@ class _EmittedCall:
     def changes_in_place(self) -> bool:
         """Whether XLA changes some elements of an array where they lie, if nobody else needs it as it was."""
         return len(self.made) == 1 and _CHANGES_IN_PLACE.search(self.fragment.text) is not None
+
+    @property
+    def calls_lapack(self) -> bool:
+        """Whether it calls LAPACK, on the CPU."""
+        return calls_lapack(self.fragment.text)
 
     def stored_whole(self) -> Iterator[tuple[int, Base]]:
         """The values that it computes every element of, and their arrays."""
@@ -271,6 +284,7 @@ class _Writer:
         self._roots: dict[int, int] = {~i: i for i in range(len(program.inputs))}
         self._read: dict[tuple[int | None, View, int | Lifted], str] = {}
         self._numbers: dict[Lifted, str] = {}
+        self._never = ""  # what is false, as is known once LAPACK has returned
 
     def add(self, call: _EmittedCall, after: int | None = None, *, is_folded: bool = False) -> None:
         """Adds an op: the views it reads, the call, which waits for value `after` or, where XLA would fold it, is given
@@ -279,6 +293,8 @@ class _Writer:
         arguments = [self._argument(call.parameters[n]) for n in fragment.used]
         if after is not None or is_folded:
             arguments = self._wait(call, arguments, after)
+        if call.calls_lapack and self._never:
+            arguments = self._behind_lapack(call, arguments)
         self._layouts.update((target.value, target.base) for target in call.made)
         self._trace_sources(call)
         shielded = [self._is_shielded(target.value, old) for target, old in zip(call.made, call.under, strict=True)]
@@ -288,6 +304,8 @@ class _Writer:
             made = self._call(fragment, arguments)
         if is_conditional:
             made, shielded = [self._call_if_passed(call, arguments)], [False]
+        if call.calls_lapack:
+            self._note_lapack(call, made)
         for i, forwarded in enumerate(fragment.forwards):
             if forwarded is not None:
                 made[i] = arguments[fragment.used.index(forwarded)]
@@ -381,6 +399,55 @@ class _Writer:
         self._lines.append(line)
         behind = dict(zip(places, made, strict=True))
         return [behind.get(i, argument) for i, argument in enumerate(arguments)]
+
+    def _behind_lapack(self, call: _EmittedCall, arguments: list[str]) -> list[str]:
+        """The arguments, whose arrays are not there before LAPACK has returned from what was called before. It shares a
+        batch among the threads that XLA:CPU runs programs with, and waits for them: as many calls at once as there are
+        threads would wait for ever (jaxlib 0.10)."""
+        behind = []
+        for n, argument in zip(call.fragment.used, arguments, strict=True):
+            given = call.parameters[n]
+            if type(given) is Operand:
+                kind = tensor_type(given.sizes, given.dtype)
+                zeros, made = f"%r{self._next()}", f"%r{self._next()}"
+                self._lines += [
+                    f"    {zeros} = stablehlo.constant dense<{_zero(given.dtype)}> : {kind}",
+                    f"    {made} = stablehlo.select {self._never}, {zeros}, {argument} : tensor<i1>, {kind}",
+                ]
+                argument = made
+            behind.append(argument)
+        return behind
+
+    def _note_lapack(self, call: _EmittedCall, made: Sequence[str]) -> None:
+        """Notes what an op made that calls LAPACK: a number of it that is below -1 and above 1."""
+        for target, name in zip(call.made, made, strict=True):
+            sizes, dtype = target.sizes, target.dtype
+            if not name or 0 in sizes or not (dtype in _INTS or dtype.is_floating_point or dtype.is_complex):
+                continue
+            one, kind = tensor_type((1,) * len(sizes), dtype), tensor_type((), dtype)
+            part, number, real, low, high, below, above, never = (f"%r{self._next()}" for _ in range(8))
+            ranges = ", ".join("0:1" for _ in sizes)
+            self._lines += [
+                f"    {part} = stablehlo.slice {name} [{ranges}] : ({tensor_type(sizes, dtype)}) -> {one}",
+                f"    {number} = stablehlo.reshape {part} : ({one}) -> {kind}",
+            ]
+            if dtype.is_complex:
+                real_kind = tensor_type((), dtype.to_real())
+                self._lines.append(f"    {real} = stablehlo.real {number} : ({kind}) -> {real_kind}")
+                number, kind = real, real_kind
+            dot, order = ("", "SIGNED") if dtype in _INTS else (".0", "FLOAT")
+            self._lines += [
+                f"    {low} = stablehlo.constant dense<-1{dot}> : {kind}",
+                f"    {high} = stablehlo.constant dense<1{dot}> : {kind}",
+                f"    {below} = stablehlo.compare LT, {number}, {low}, {order} : ({kind}, {kind}) -> tensor<i1>",
+                f"    {above} = stablehlo.compare GT, {number}, {high}, {order} : ({kind}, {kind}) -> tensor<i1>",
+                f"    {never} = stablehlo.and {below}, {above} : tensor<i1>",
+            ]
+            if self._never:
+                both = f"%r{self._next()}"
+                self._lines.append(f"    {both} = stablehlo.or {self._never}, {never} : tensor<i1>")
+                never = both
+            self._never = never
 
     def _stored(self, name: str, base: Base) -> str:
         symbol, text, kind = boundary(base)
