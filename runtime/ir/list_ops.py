@@ -83,6 +83,7 @@ def with_lists_apart(
     maps: Callable[[Op], bool],
     is_worth_it: Callable[[Op], bool] = lambda _: False,
     grows: Callable[[Op], bool] = lambda _: False,
+    varies: Callable[[Op], bool] = lambda _: False,
 ) -> tuple[Program, list[int]]:
     """The program with lists made plain for ops on all of a list, and the places of the ops that this adds.
 
@@ -90,8 +91,9 @@ def with_lists_apart(
     same whichever of its elements are views. Tensors of different sizes are put together by a write of each, where
     that `is_worth_it`: such ops have any number of elements of any sizes, and a write is the same for all. Tensors of
     equal sizes are put together in blocks of 1, 2, 4, 8 ..., and these by a write of each, where their number `grows`.
+    Where it `varies` which of them are the same, those are copied that were there before.
     """
-    ways = [_way(op, maps, is_worth_it, grows) for op in program.ops]
+    ways = [_way(op, maps, is_worth_it, grows, varies) for op in program.ops]
     if not any(ways):
         return program, []
     ops: list[Op] = []
@@ -102,8 +104,8 @@ def with_lists_apart(
         added.append(len(ops))
         ops.append(op)
 
-    def plain(given: Operand, line: str) -> Operand:
-        if given.value is None or _is_plain(given):
+    def plain(given: Operand, line: str, *, is_repeated: bool = False) -> Operand:
+        if given.value is None or (_is_plain(given) and not is_repeated):
             return given
         base = Base(given.sizes, given.dtype)
         result = Result(next(values), given.sizes, row_major(given.sizes), given.dtype, base)
@@ -122,6 +124,13 @@ def with_lists_apart(
             for part in _grown(elements, op, values):
                 add(part)
             continue
+        if way == "repeated":
+            known: set[int | None] = set()
+            copied = []
+            for element in op.args[0]:
+                copied.append(plain(element, op.line, is_repeated=element.value in known))
+                known.add(element.value)
+            op = dataclasses.replace(op, args=(tuple(copied), *op.args[1:]))
         if way == "mixed":
             args = [tuple([plain(a, op.line) for a in given]) if _is_mixed(given) else given for given in op.args]
             op = dataclasses.replace(op, args=tuple(args))
@@ -129,7 +138,13 @@ def with_lists_apart(
     return dataclasses.replace(program, ops=tuple(ops)), added
 
 
-def _way(op: Op, maps: Callable[[Op], bool], is_worth_it: Callable[[Op], bool], grows: Callable[[Op], bool]) -> str:
+def _way(
+    op: Op,
+    maps: Callable[[Op], bool],
+    is_worth_it: Callable[[Op], bool],
+    grows: Callable[[Op], bool],
+    varies: Callable[[Op], bool],
+) -> str:
     """What becomes of an op on lists; "" where it stays."""
     if _joins(op):
         is_ragged = len({element.sizes for element in op.args[0]}) > 1
@@ -137,6 +152,8 @@ def _way(op: Op, maps: Callable[[Op], bool], is_worth_it: Callable[[Op], bool], 
             return "joined"
         if not is_ragged and grows(op):
             return "grown"
+        if not is_ragged and varies(op):
+            return "repeated"
     return "mixed" if any(map(_is_mixed, op.args)) and not op.writes and not maps(op) else ""
 
 

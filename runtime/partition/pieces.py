@@ -155,6 +155,7 @@ class Divider:
         self._dividers: dict[str, _C.Divider] = {}  # by what is watched: it decides what is checked
         self._writes: dict[tuple[Any, ...], int] = {}  # that put tensors of these sizes together
         self._lengths: dict[tuple[Any, ...], set[int]] = {}  # of lists that were put together alike
+        self._patterns: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}  # which tensors of lists were the same
 
     def divide(
         self,
@@ -170,7 +171,7 @@ class Divider:
         divider = self._dividers.get(watched)
         if divider is None:
             divider = self._dividers[watched] = _C.Divider(self._fragments.maps, self._facts, self._fragments.ints)
-        choices = (self._is_worth_writes, self._grows) if is_often_new else ()
+        choices = (self._is_worth_writes, self._grows, self._varies) if is_often_new else ()
         plain, added = with_lists_apart(program, self._fragments.maps, *choices)
         filling = [place for place, op in enumerate(plain.ops) if is_often_new and _copies_a_part(op)]
         apart = sorted({*added, *filling})
@@ -205,6 +206,18 @@ class Divider:
         known = self._lengths.setdefault((op.name, op.args[1], first.dtype, len(first.sizes)), set())
         if len(known) < _MANY_LENGTHS:
             known.add(len(op.args[0]))
+        return len(known) == _MANY_LENGTHS
+
+    def _varies(self, op: Op) -> bool:
+        """Whether it changed from list to list like an op's which of its tensors are the same."""
+        values = [element.value for element in op.args[0]]
+        pattern = tuple(map(values.index, values))
+        key = op.name, op.args[1], op.args[0][0].dtype, op.args[0][0].sizes, len(values)
+        if len(self._patterns) >= _MOST_JOINS:
+            self._patterns.clear()
+        known = self._patterns.setdefault(key, set())
+        if len(known) < _MANY_LENGTHS:
+            known.add(pattern)
         return len(known) == _MANY_LENGTHS
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
