@@ -75,7 +75,7 @@ class Sizes:
         return made
 
 
-class _Scope(export.SymbolicScope):  # type: ignore[misc] -- jax's has no types
+class _Scope(export.SymbolicScope):
     """One of whose variables `ranges` says what they may be."""
 
     def __init__(self, limits: Sequence[str], ranges: Mapping[str, Bound]) -> None:
