@@ -75,14 +75,6 @@ class Sizes:
         return made
 
 
-class _Scope(export.SymbolicScope):
-    """One of whose variables `ranges` says what they may be."""
-
-    def __init__(self, limits: Sequence[str], ranges: Mapping[str, Bound]) -> None:
-        super().__init__(limits)
-        self.ranges = ranges
-
-
 class Symbols:
     """The variables of an op's `Padding`: expressions of them, from text, and what is traced with such sizes."""
 
@@ -91,7 +83,8 @@ class Symbols:
         self._bounds = {name: Bound(*bound) for name, bound in zip("abcdefgh", bounds, strict=False)}
         limits = [f"{n} >= {b.least}" for n, b in self._bounds.items()]
         limits += [f"{n} <= {b.most}" for n, b in self._bounds.items()]
-        self._scope = _Scope(limits, self._bounds)
+        self._scope = export.SymbolicScope(limits)
+        self._scope.ranges = self._bounds
         self._undecided = _Undecided(self._scope)
         self._taken: set[str] = set()  # for other than 0, of sizes that are to be equal
         self._sizes: dict[str, Any] = {}  # by their texts, which take long to read
