@@ -165,10 +165,12 @@ class Client:
         more = (*more, *self._cautions(text))
         devices, options = self._device_list(device), self._options_for(device, homes, more)
         executable = self._client.compile_and_load(text, devices, options)
-        if any(map(miscompiled.hides_nan, self._compiled_texts(text, executable))):
+        compiled = self._compiled_texts(text, executable)
+        if any(map(miscompiled.hides_nan, compiled)):
             text = miscompiled.with_choices(text)
             executable = self._client.compile_and_load(text, devices, options)
-        if self.is_miscompiled(text, executable):
+            compiled = self._compiled_texts(text, executable)
+        if any(map(miscompiled.is_miscompiled, compiled)):
             options = self._options_for(device, homes, (*more, *miscompiled.WITHOUT))
             executable = self._client.compile_and_load(text, devices, options)
         self._num_compiled += 1
@@ -184,10 +186,10 @@ class Client:
     def _cautions(self, text: str) -> Options:
         return miscompiled.options_for(text) if self.platform == "cpu" else ()
 
-    def _compiled_texts(self, text: str, executable: Any) -> Iterator[str]:
+    def _compiled_texts(self, text: str, executable: Any) -> list[str]:
         """What an executable of a StableHLO module was optimized to, where that may be wrong."""
-        if self.platform == "cpu" and miscompiled.may_be(text):
-            yield from (module.to_string() for module in executable.hlo_modules())
+        may_be_wrong = self.platform == "cpu" and miscompiled.may_be(text)
+        return [module.to_string() for module in executable.hlo_modules()] if may_be_wrong else []
 
     def compile_apart(
         self, text: str, device: int, more: Options = (), *, is_wanted: Callable[[], bool]
