@@ -112,25 +112,28 @@ def with_lists_apart(
         add(Op("alias_copy", (given,), (result,), (), line))
         return Operand(result.value, result.sizes, result.strides, 0, result.dtype, base)
 
+    def different(elements: Sequence[Operand], line: str) -> list[Operand]:
+        known: set[int | None] = set()
+        made = []
+        for element in elements:
+            made.append(plain(element, line, is_repeated=element.value in known))
+            known.add(element.value)
+        return made
+
     for op, way in zip(program.ops, ways, strict=True):
         if way == "joined":
             for write in _writes_of([plain(a, op.line) for a in op.args[0]], op, values):
                 add(write)
             continue
         if way == "grown":
-            elements = op.args[0]
+            elements = different(op.args[0], op.line) if varies(op) else op.args[0]
             if _is_mixed(elements) or len({type(element.offset) for element in elements}) > 1:
                 elements = [plain(element, op.line) for element in elements]
             for part in _grown(elements, op, values):
                 add(part)
             continue
         if way == "repeated":
-            known: set[int | None] = set()
-            copied = []
-            for element in op.args[0]:
-                copied.append(plain(element, op.line, is_repeated=element.value in known))
-                known.add(element.value)
-            op = dataclasses.replace(op, args=(tuple(copied), *op.args[1:]))
+            op = dataclasses.replace(op, args=(tuple(different(op.args[0], op.line)), *op.args[1:]))
         if way == "mixed":
             args = [tuple([plain(a, op.line) for a in given]) if _is_mixed(given) else given for given in op.args]
             op = dataclasses.replace(op, args=tuple(args))
