@@ -211,13 +211,13 @@ class Divider:
     def _varies(self, op: Op) -> bool:
         """Whether it changed from list to list like an op's which of its tensors are the same."""
         values = [element.value for element in op.args[0]]
-        pattern = tuple(map(values.index, values))
         key = op.name, op.args[1], op.args[0][0].dtype, op.args[0][0].sizes
         if len(self._patterns) >= _MOST_JOINS:
             self._patterns.clear()
         known = self._patterns.setdefault(key, set())
         if len(known) < _MANY_LENGTHS and len(set(values)) < len(values):
-            known.add(pattern)
+            places: dict[int | None, int] = {}
+            known.add(tuple([places.setdefault(value, i) for i, value in enumerate(values)]))
         return len(known) == _MANY_LENGTHS
 
     def _facts(self, calls: Sequence[tuple[Op, int]]) -> list[tuple[bool, list[int]]]:
