@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchtpu import metrics
+
 
 def saved(value, **options):
     buffer = io.BytesIO()
@@ -209,3 +211,39 @@ def test_storages_take_files_with_all_that_is_to_be_known_of_them(tmp_path):
     with path.open("rb") as file:
         taken.untyped_storage()._set_from_file(file, None, True, 1)
     assert taken.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16, torch.complex64, torch.bool])
+def test_loaded_bytes_are_read_and_written_as_what_was_saved(dtype):
+    whole = torch.randn(6, 4).mul(3).to(dtype)
+    state_file = saved({"row": whole[2], "whole": whole, "even": whole[:, ::2]})
+    on_host = torch.load(state_file)
+    state_file.seek(0)
+    on_device = torch.load(state_file, map_location="tpu")
+    for state in (on_host, on_device):
+        row, all_bytes = state["row"], torch.empty(0, dtype=torch.uint8, device=state["row"].device)
+        all_bytes.set_(row.untyped_storage())
+        state["doubled"] = state["whole"].double() * 2 if not dtype.is_complex else state["whole"] * 2
+        all_bytes[:8] = 1
+        state["copy"] = copy.deepcopy(state["even"])
+        state["even"][1] = 0
+        state["bytes"] = all_bytes
+        state["halves"] = state["whole"].view(torch.uint8)[:, 1:]
+    for name, value in on_host.items():
+        assert torch.equal(value, on_device[name].cpu()), name
+
+
+def test_slices_of_what_was_loaded_share_programs():
+    for load in (
+        lambda given: torch.load(saved(given), map_location="tpu"),
+        lambda given: copy.deepcopy(torch.load(saved(given), map_location="tpu")),
+        lambda given: given.flatten().view(torch.uint8).to("tpu").view(torch.float32).view(given.shape),
+    ):
+        given = torch.randn(50, 3)
+        loaded = load(given)
+        before = 0
+        for length in range(1, 40):
+            total = (torch.ones(length, 3).to("tpu") + loaded[:length]).sum().item()
+            assert total == pytest.approx((1 + given[:length]).sum().item(), abs=1e-4)
+            before = before or (length == 10 and metrics.snapshot()["programs_compiled"])
+        assert metrics.snapshot()["programs_compiled"] == before

@@ -130,6 +130,46 @@ void upload_whole(const Tensor& dst, const Tensor& src) {
   s->base = std::move(base);
 }
 
+// Uploaded bytes (a loaded file's) are from now on what a tensor over them shows: programs read elements then, never
+// bytes, and a slice of a length that changes is padded.
+void show_elements(const Tensor& t) {
+  if (t.element_size() == 1 || t.numel() == 0) return;
+  auto* s = storage_of(t);
+  BufferRef bytes;
+  BaseRef base;
+  {
+    StateGuard guard(state_lock);
+    bytes = s->buffer;
+    bool is_upload = bytes && bytes->state == BufferState::kReady && bytes->host.defined() && !bytes->guard;
+    if (!s->base || s->base->dtype != at::kByte || !is_upload) return;
+    base = shown_base(*s, t.unsafeGetTensorImpl());
+  }
+  if (base->dtype == at::kByte || base->nbytes != bytes->base->nbytes) return;
+  auto elements = c10::make_intrusive<Buffer>(base, bytes->device, BufferState::kReady);
+  elements->host = bytes->host.flatten().view(base->dtype).view(base->shape);
+  elements->maker = bytes->maker;
+  elements->made_at = bytes->made_at;
+  StateGuard guard(state_lock);
+  if (s->buffer != bytes) return;
+  s->set_buffer(std::move(elements));
+  s->base = std::move(base);
+}
+
+// The bytes of a whole storage are copied as the elements that they are; whether both are whole storages' bytes.
+bool copy_storage(const Tensor& dst, const Tensor& src) {
+  auto is_bytes = [](const Tensor& t) { return t.scalar_type() == at::kByte && t.dim() == 1 && covers_storage(t); };
+  if (dst.sizes() != src.sizes() || dst.numel() == 0 || !is_bytes(dst) || !is_bytes(src)) return false;
+  BaseRef base;
+  {
+    StateGuard guard(state_lock);
+    base = storage_of(src)->base;
+  }
+  if (!base || base->dtype == at::kByte || base->nbytes != src.numel()) return false;
+  Tensor copy = flat_view(*storage_of(src)).view(base->shape).clone();
+  move_value(storage_of(copy), storage_of(dst));
+  return true;
+}
+
 void copy_to_device(const Tensor& dst, const Tensor& src) {
   if (dst.numel() == 0) return;
   if (covers_storage(dst)) return upload_whole(dst, src);
@@ -174,6 +214,7 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
     return self;
   }
   if (is_tpu(self) && is_tpu(src) && self.device() == src.device()) {
+    if (copy_storage(self, src)) return self;
     if (src.is_complex() && !self.is_complex() && self.scalar_type() != at::kBool)
       TORCH_WARN_ONCE("Casting complex values to real discards the imaginary part");
     copy_on_device(self, src);
@@ -268,6 +309,7 @@ Tensor& set_storage_offset(Tensor& self, c10::Storage source, int64_t offset, at
   auto needed = static_cast<size_t>(extent) * self.element_size();
   auto* s = storage_of(self);
   if (needed > s->nbytes()) resize_storage(*s, needed);
+  show_elements(self);
   return self;
 }
 
@@ -284,6 +326,12 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 Tensor& set_empty(Tensor& self) {
   Tensor fresh = at::empty({0}, self.options());
   return set_tensor(self, fresh);
+}
+
+Tensor view_dtype(const Tensor& self, at::ScalarType dtype) {
+  Tensor view = at::native::view_dtype(self, dtype);
+  show_elements(view);
+  return view;
 }
 
 void record_stream(Tensor&, c10::Stream) {}
@@ -357,6 +405,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("arange.start_step", &arange);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
+  m.impl("view.dtype", &view_dtype);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("unfold", &at::native::unfold);
   m.impl("view_as_real", &at::native::view_as_real);

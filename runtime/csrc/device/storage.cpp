@@ -286,12 +286,16 @@ TpuStorage* own_storage_of(const at::Tensor& t) {
   return static_cast<TpuStorage*>(s);
 }
 
-void ensure_base(TpuStorage* s, const c10::TensorImpl* t) {
-  if (s->base && s->base->nbytes == static_cast<int64_t>(s->nbytes())) return;
+BaseRef shown_base(const TpuStorage& s, const c10::TensorImpl* t) {
   auto dtype = t->dtype().toScalarType();
   BaseRef shown = t->storage_offset() == 0 ? base_for(t->sizes(), t->strides(), dtype) : BaseRef();
-  bool covers = shown && shown->nbytes == static_cast<int64_t>(s->nbytes());
-  s->base = covers ? shown : flat_base(static_cast<int64_t>(s->nbytes()), dtype);
+  bool covers = shown && shown->nbytes == static_cast<int64_t>(s.nbytes());
+  return covers ? shown : flat_base(static_cast<int64_t>(s.nbytes()), dtype);
+}
+
+void ensure_base(TpuStorage* s, const c10::TensorImpl* t) {
+  if (s->base && s->base->nbytes == static_cast<int64_t>(s->nbytes())) return;
+  s->base = shown_base(*s, t);
 }
 
 namespace {

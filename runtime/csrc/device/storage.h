@@ -113,6 +113,8 @@ inline bool is_lazy(const at::Tensor& t) {
 TpuStorage* storage_of(const at::Tensor& t);
 // The same for a tensor that has been asked for its storage before; with or without state_lock.
 TpuStorage* own_storage_of(const at::Tensor& t);
+// The base of a storage whose bytes are what `t`, a tensor over them, shows.
+BaseRef shown_base(const TpuStorage& storage, const c10::TensorImpl* t);
 // Gives a storage born as bytes a base, now that `t` shows a geometry.  Under state_lock.
 void ensure_base(TpuStorage* storage, const c10::TensorImpl* t);
 
