@@ -280,6 +280,38 @@ def test_an_answer_is_no_answer_for_tensors_that_share_otherwise(written: str) -
     assert add("tpu") == add("cpu")
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_optimizers_that_work_through_lists_ask_no_python_for_shapes(amsgrad: bool) -> None:
+    shapes = [(3, 5), (7,), (), (2, 1, 4)]
+    parameters = [torch.nn.Parameter(torch.rand(shape).to("tpu")) for shape in shapes]
+    optimizer = torch.optim.AdamW(parameters, foreach=True, amsgrad=amsgrad)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    metrics.reset()
+    optimizer.step()
+    assert not [op for op in metrics.snapshot()["shapes_inferred_on_meta"] if op.startswith("_foreach")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize("number", [2, 0.5, True, 1j], ids=str)
+def test_lists_look_as_on_the_cpu(dtype: torch.dtype, number: complex) -> None:
+    plain = [torch.ones(2, 3), torch.ones(4), torch.ones(2, 1)]
+    for view in (lambda t: t, lambda t: t.mT if t.shape[-1] == 3 else t, lambda t: torch.cat([t, t], -1)[..., ::2]):
+        for op in (torch._foreach_add, torch._foreach_add_, torch._foreach_clamp_min_, torch._foreach_mul_):
+            found: list[Any] = []
+            for device in ("cpu", "tpu"):
+                given = [view(t.to(dtype)) for t in plain]
+                given = [torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=device).copy_(t) for t in given]
+                try:
+                    made = op(given, number) or given
+                    found.append([(t.stride(), t.dtype, t._version, t.tolist()) for t in made])
+                except RuntimeError as error:
+                    found.append(str(error))
+            assert found[0] == found[1]
+    with pytest.raises(RuntimeError, match="same"):
+        torch._foreach_add_([torch.ones(2, device="tpu")], [torch.ones(2, device="tpu")] * 2)
+
+
 def test_errors_are_raised_each_time() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="must match"):

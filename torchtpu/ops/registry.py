@@ -71,7 +71,7 @@ def note_unknown() -> None:
         _assumed.context.num_unknown += 1
 
 
-Row = tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool]
+Row = tuple[str, dict[str, Any], bool, bool, tuple[str, ...], bool, tuple[str, ...], bool, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Lowering:
     def row(self, *, runs_once: bool = False) -> Row:
         """What the recorder is told of the op; `runs_once` where it has an effect beside its results."""
         facts = dict(self.structural), self.lifts, self.random, self.mutates
-        return self.name, *facts, self.infer is not None, self.ints, self.multiplies, runs_once
+        return self.name, *facts, self.infer is not None, self.ints, self.multiplies, runs_once, self.elementwise
 
 
 Register = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -39,6 +39,7 @@ OpFacts read_facts(const py::tuple& row) {
   facts.ints = row[6].cast<std::vector<std::string>>();
   facts.multiplies = row[7].cast<bool>();
   facts.runs_once = row[8].cast<bool>();
+  facts.elementwise = row[9].cast<bool>();
   return facts;
 }
 

@@ -11,6 +11,7 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/strides.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -633,6 +634,56 @@ std::shared_ptr<const Inferred> infer_by_iterator(const OpInfo& info, const c10:
   return inferred;
 }
 
+// Whether an argument of an op on lists goes with each of these tensors: it is a list of tensors like them, of numbers,
+// or one number, each of which fits every dtype.
+bool goes_with(const std::vector<at::Tensor>& tensors, const IValue& v) {
+  auto is_small = [](const IValue& n) {
+    return n.isDouble() ? std::abs(n.toDouble()) <= kLargestOfAll : n.isInt() && std::abs(n.toInt()) <= kLargestOfAll;
+  };
+  if (!v.isList()) return is_small(v);
+  if (v.toListRef().size() != tensors.size()) return false;
+  if (!v.isTensorList()) return std::ranges::all_of(v.toListRef(), is_small);
+  std::vector<at::Tensor> others = v.toTensorVector();
+  return std::ranges::equal(tensors, others, [](const at::Tensor& one, const at::Tensor& other) {
+    bool may_overlap = other.is_alias_of(one) && other.storage_offset() != one.storage_offset();
+    return !may_overlap && is_tpu(other) && other.scalar_type() == one.scalar_type() && other.sizes() == one.sizes() &&
+           other.strides() == one.strides();
+  });
+}
+
+// Of an op that works through lists, element by element, of tensors that are alike and that PyTorch has kernels for:
+// what it makes or writes is like them. PyTorch's Python code takes the lists apart and infers each.
+std::shared_ptr<const Inferred> infer_lists_in_step(const OpInfo& info, const IValue* args) {
+  if (!info.is_foreach || !info.elementwise || info.may_resize) return {};
+  const auto* first = std::find_if(args, args + info.args.size(), [](const IValue& v) { return v.isTensorList(); });
+  if (first == args + info.args.size()) return {};
+  std::vector<at::Tensor> tensors = first->toTensorVector();
+  bool makes_tensors = !info.return_alias.empty();
+  bool is_plain = std::ranges::all_of(tensors, [&](const at::Tensor& t) {
+    auto type = t.scalar_type();
+    bool has_kernels = type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16;
+    bool is_laid_out =
+        makes_tensors ? t.strides() == c10::contiguous_strides(t.sizes()) : t.is_non_overlapping_and_dense();
+    return has_kernels && is_tpu(t) && is_laid_out;
+  });
+  if (!is_plain || !std::all_of(args, args + info.args.size(), [&](const IValue& v) { return goes_with(tensors, v); }))
+    return {};
+  auto inferred = std::make_shared<Inferred>();
+  SharedArgs meta(at::kMeta);
+  for (size_t i = 0; i < info.args.size(); i++) {
+    std::vector<at::Tensor> written;
+    if (info.args[i].is_written)
+      std::ranges::transform(args[i].toTensorVector(), std::back_inserter(written), std::ref(meta));
+    inferred->args.emplace_back(std::move(written));
+  }
+  if (makes_tensors) {
+    std::vector<at::Tensor> made;
+    for (const at::Tensor& t : tensors) made.emplace_back(at::detail::empty_meta(t.sizes(), t.scalar_type()));
+    inferred->results.emplace_back(std::move(made));
+  }
+  return inferred;
+}
+
 // Ops whose kernels resize an out= argument that has elements without a word; most draws of random numbers are others.
 bool resizes_silently(const OpInfo& info) {
   return (info.random && !is_any_of(info.name, {"normal.Tensor_Tensor_out", "normal.float_Tensor_out"})) ||
@@ -817,6 +868,11 @@ std::shared_ptr<const Inferred> infer_call(const OpInfo& info, const c10::Operat
   std::optional<std::string> signature = info.may_resize || odd ? std::nullopt : signature_of(info, args);
   if (signature) {
     if (auto known = find_inferred(*signature)) return known;
+  }
+  if (auto inferred = odd ? nullptr : infer_lists_in_step(info, args)) {
+    count_inference(info, false);
+    if (signature) keep_inferred(std::move(*signature), inferred);
+    return inferred;
   }
   bool may_ask_cpu = total_bytes(info, args) <= kMaxErrorBytes && has_cpu_kernel(op);
   if (odd) check_overlap(info, op, args, may_ask_cpu && !info.random);

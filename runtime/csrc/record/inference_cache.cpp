@@ -14,9 +14,6 @@ namespace {
 // Signatures of one generation; two are kept.
 constexpr size_t kGeneration = 4096;
 
-// Fits every floating dtype.
-constexpr double kLargestOfAll = 448;
-
 class SignatureWriter {
  public:
   std::string bytes;

@@ -58,7 +58,8 @@ OpInfo::OpInfo(const c10::OperatorHandle& handle, const OpFacts& facts)
       random(facts.random),
       has_infer(facts.has_infer),
       multiplies(facts.multiplies),
-      runs_once(facts.runs_once) {
+      runs_once(facts.runs_once),
+      elementwise(facts.elementwise) {
   const auto& schema = handle.schema();
   name = schema.name().starts_with("aten::") ? schema.name().substr(6) : schema.name();
   if (!schema.overload_name().empty()) name += "." + schema.overload_name();

@@ -30,6 +30,7 @@ struct OpFacts {
   std::vector<std::string> ints;  // int arguments that may be lifted
   bool runs_once = false;         // it has an effect beside its results
   bool multiplies = false;        // its result depends on torch.set_float32_matmul_precision
+  bool elementwise = false;       // each element of a result depends on those at its place in the arguments
 };
 
 enum class ArgRole : uint8_t { kPlain, kDtype, kPlacement };  // kPlacement: layout, device, pin_memory, memory_format
@@ -52,7 +53,7 @@ struct OpInfo {
   std::vector<int> return_alias;  // per return: the argument it is, or -1
   int generator_arg = -1;
   int device_arg = -1;
-  bool lifts, random, has_infer, multiplies, runs_once, has_optional_list = false, may_resize = false;
+  bool lifts, random, has_infer, multiplies, runs_once, elementwise, has_optional_list = false, may_resize = false;
   bool is_foreach = false;  // bumps the version of each tensor it writes; for other ops a kernel above does
 };
 
