@@ -340,3 +340,21 @@ def test_laps_that_are_read_now_and_then_are_the_same_programs_however_many_they
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert now["subgraphs"] == begun["subgraphs"]
     assert now["programs_compiled"] == before["programs_compiled"]
+
+
+def test_a_step_of_an_optimizer_of_the_host_ends_no_region() -> None:
+    """A temperature that is learned on the host, say."""
+    x, temperature = torch.ones(3, device="tpu"), torch.nn.Parameter(torch.zeros(()))
+    on_host = torch.optim.SGD([temperature], 0.1)
+    on_device = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, device="tpu"))], 0.1)
+    for optimizer, expected in ((on_host, 0), (on_device, 1)):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        torch.tpu.synchronize()
+        metrics.reset()
+        y = x.sin().cos().exp().tanh().abs()
+        optimizer.step()
+        y.sum().cpu()
+        assert metrics.snapshot()["cuts"].get("optimizer.step", 0) == expected

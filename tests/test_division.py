@@ -240,6 +240,18 @@ def test_a_list_in_which_ever_other_tensors_are_the_same_compiles_nothing_in_the
     assert programs[-1] == programs[30], programs
 
 
+def test_long_lists_are_taken_apart_before_their_reads_are_one_program() -> None:
+    """XLA compiles so many reads of one array in a time that grows with their square."""
+    dice, programs = random.Random(0), []
+    for _ in range(24):
+        x = torch.randn(dice.randint(1100, 1300))
+        found = torch.stack(list(x.to("tpu"))).mean()
+        torch.testing.assert_close(found.cpu(), x.mean(), rtol=1e-4, atol=1e-5)
+        programs.append(metrics.snapshot()["programs_compiled"])
+    assert programs[-1] <= programs[16] + 4, programs
+    assert metrics.snapshot()["regions_in_pieces"] > 8
+
+
 @pytest.mark.parametrize("steps", [1, 12])
 def test_a_list_of_views_and_others_in_any_order_compiles_nothing_in_the_end(steps: int) -> None:
     """As samples of a replay buffer are: which elements are views changes from lap to lap."""

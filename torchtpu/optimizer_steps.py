@@ -31,8 +31,10 @@ def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """A step has been recorded."""
-    _C.mark_boundary("optimizer.step", _undo_of(optimizer))
+    """A step has been recorded, if it has been one on the device."""
+    undo = _undo_of(optimizer)
+    if any(parameter.device.type == "tpu" for group in optimizer.param_groups for parameter in group["params"]):
+        _C.mark_boundary("optimizer.step", undo)
     for watch in watchers:
         watch(optimizer)
 

@@ -28,7 +28,9 @@ from .split import PartNumbers
 
 _WRITES_A_PROGRAM = 1000  # cost what a program costs: it compiles for some 20 ms, a launch takes some 20 us
 _MOST_JOINS = 1 << 14  # lists of sizes that are remembered
-_MANY_LENGTHS = 8
+# Lengths in which a list came before it is taken apart; and the fewest elements, above which two lengths suffice, and
+# the most that a piece has: XLA compiles so many reads of one array in a time that grows with their square.
+_MANY_LENGTHS, _LONG_LIST, _LONGEST_LIST = 8, 128, 1024
 
 
 class Piece:
@@ -201,12 +203,12 @@ class Divider:
         return count <= _WRITES_A_PROGRAM
 
     def _grows(self, op: Op) -> bool:
-        """Whether lists like an op's have come in many lengths."""
-        first = op.args[0][0]
+        """Whether lists like an op's have come in many lengths, or are long."""
+        first, length = op.args[0][0], len(op.args[0])
         known = self._lengths.setdefault((op.name, op.args[1], first.dtype, len(first.sizes)), set())
         if len(known) < _MANY_LENGTHS:
-            known.add(len(op.args[0]))
-        return len(known) == _MANY_LENGTHS
+            known.add(length)
+        return length > _LONGEST_LIST or len(known) >= (_MANY_LENGTHS if length < _LONG_LIST else 2)
 
     def _varies(self, op: Op) -> bool:
         """Whether it changed from list to list like an op's which of its tensors are the same."""

@@ -99,16 +99,22 @@ def special_zeta(self, other):
 
 def _zeta(x: Any, q: Any) -> Any:
     # XLA differs at the poles q = 0, -1, ..., where x is infinite, and where q is so negative that its first terms do
-    # not reach positive numbers: these are added up here, at most 65536 of them.
+    # not reach positive numbers: these are added up here, at most 65536 of them, each with the one of the other side
+    # of 0 that is the farthest like it, for they cancel where powers are odd.
+    part = q - jnp.floor(q)
+    steps = jnp.where(q < 0, jnp.minimum(-jnp.floor(q), 65536), 0)
+
     def more(state: Any) -> Any:
-        count, rest, _ = state
-        return (count < 65536) & ((rest < 0) & jnp.isfinite(rest)).any()
+        count, _ = state
+        return (count < steps).any()
 
     def add(state: Any) -> Any:
-        count, rest, total = state
-        return count + 1, jnp.where(rest < 0, rest + 1, rest), total + jnp.where(rest < 0, rest**-x, 0)
+        count, total = state
+        pair = (part + count) ** -x + (part - 1 - count) ** -x
+        return count + 1, total + jnp.where(count < steps, pair, 0)
 
-    _, rest, total = lax.while_loop(more, add, (0, q, jnp.zeros_like(q)))
+    _, total = lax.while_loop(more, add, (jnp.zeros((), q.dtype), jnp.zeros_like(q)))
+    rest = jnp.where(steps > 0, part + steps, q)
     far = jnp.where(q == 1, 1, jnp.where(q < 1, jnp.inf, jnp.nan))
     value = jnp.where(x == jnp.inf, far, total + lax.zeta(x, rest))
     value = jnp.where((q <= 0) & (q == jnp.floor(q)), jnp.inf, value)
