@@ -233,6 +233,15 @@ def test_loaded_bytes_are_read_and_written_as_what_was_saved(dtype):
         assert torch.equal(value, on_device[name].cpu()), name
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_deep_copy_of_complex32_is_made_on_the_host():
+    given = torch.randn(6, dtype=torch.complex64).to(torch.complex32)
+    before = metrics.snapshot()["cpu_fallbacks"]
+    copied = copy.deepcopy(given.to("tpu"))
+    assert torch.equal(torch.view_as_real(copied.cpu()), torch.view_as_real(given))
+    assert metrics.snapshot()["cpu_fallbacks"] != before
+
+
 def test_slices_of_what_was_loaded_share_programs():
     for load in (
         lambda given: torch.load(saved(given), map_location="tpu"),

@@ -102,7 +102,7 @@ def _zeta(x: Any, q: Any) -> Any:
     # not reach positive numbers: these are added up here, at most 65536 of them, each with the one of the other side
     # of 0 that is the farthest like it, for they cancel where powers are odd.
     part = q - jnp.floor(q)
-    steps = jnp.where(q < 0, jnp.minimum(-jnp.floor(q), 65536), 0)
+    steps = jnp.where((q < 0) & jnp.isfinite(q), jnp.minimum(-jnp.floor(q), 65536), 0)
 
     def more(state: Any) -> Any:
         count, _ = state
@@ -110,10 +110,11 @@ def _zeta(x: Any, q: Any) -> Any:
 
     def add(state: Any) -> Any:
         count, total = state
-        pair = (part + count) ** -x + (part - 1 - count) ** -x
+        shift = jnp.asarray(count, q.dtype)
+        pair = (part + shift) ** -x + (part - 1 - shift) ** -x
         return count + 1, total + jnp.where(count < steps, pair, 0)
 
-    _, total = lax.while_loop(more, add, (jnp.zeros((), q.dtype), jnp.zeros_like(q)))
+    _, total = lax.while_loop(more, add, (0, jnp.zeros_like(q)))
     rest = jnp.where(steps > 0, part + steps, q)
     far = jnp.where(q == 1, 1, jnp.where(q < 1, jnp.inf, jnp.nan))
     value = jnp.where(x == jnp.inf, far, total + lax.zeta(x, rest))
