@@ -23,7 +23,7 @@ EXPECTED = (
     "default_stream manual_seed manual_seed_all seed seed_all initial_seed get_rng_state get_rng_state_all "
     "set_rng_state set_rng_state_all default_generators memory_allocated max_memory_allocated memory_reserved "
     "max_memory_reserved reset_peak_memory_stats memory_stats memory_summary mem_get_info empty_cache amp init "
-    "is_initialized ipc_collect cpu_fallback_counts"
+    "is_initialized ipc_collect cpu_fallback_counts OutOfMemoryError StreamContext"
 )
 PROMISED = (
     "ops_recorded trie_hits trie_misses regions cuts programs_compiled plan_hits_disk fragment_traces "

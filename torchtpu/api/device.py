@@ -40,6 +40,7 @@ class DeviceProperties:
 _SUBMODULES = ("amp", "memory", "nvtx", "random")
 
 globals().update(TYPES)  # torch.tpu.FloatTensor and its like
+OutOfMemoryError = torch.OutOfMemoryError
 
 # ---- availability and start
 

@@ -14,7 +14,7 @@ import torch
 from torchtpu.api.rng import device_index
 from torchtpu.runtime import _C
 
-__all__ = ["Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"]
+__all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "set_stream", "stream"]
 
 
 class Stream(torch.Stream):
