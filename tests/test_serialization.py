@@ -233,6 +233,18 @@ def test_loaded_bytes_are_read_and_written_as_what_was_saved(dtype):
         assert torch.equal(value, on_device[name].cpu()), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_a_storage_that_was_written_by_a_copy_of_what_failed_is_restored(dtype):
+    source, target = torch.arange(6, device="tpu").to(dtype), torch.full((6,), 4, dtype=dtype, device="tpu")
+    source.add_(torch.ones(3, dtype=dtype, device="tpu")[torch.tensor([99], device="tpu")])
+    target.untyped_storage().copy_(source.untyped_storage())
+    target.add_(1)
+    with pytest.raises(IndexError):
+        target.cpu()
+    assert (source.tolist(), target.tolist()) == ([0, 1, 2, 3, 4, 5], [4] * 6)
+    assert target.add_(1).tolist() == [5] * 6
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_deep_copy_of_complex32_is_made_on_the_host():
     given = torch.randn(6, dtype=torch.complex64).to(torch.complex32)

@@ -165,8 +165,9 @@ bool copy_storage(const Tensor& dst, const Tensor& src) {
     base = storage_of(src)->base;
   }
   if (!base || base->dtype == at::kByte || base->nbytes != src.numel()) return false;
-  Tensor copy = flat_view(*storage_of(src)).view(base->shape).clone();
-  move_value(storage_of(copy), storage_of(dst));
+  Tensor from = flat_view(*storage_of(src)).view(base->shape);
+  Tensor to = at::empty({0}, from.options()).set_(dst.storage(), 0, from.sizes(), from.strides());
+  record_copy(to, from);
   return true;
 }
 

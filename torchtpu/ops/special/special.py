@@ -99,8 +99,8 @@ def special_zeta(self, other):
 
 def _zeta(x: Any, q: Any) -> Any:
     # XLA differs at the poles q = 0, -1, ..., where x is infinite, and where q is so negative that its first terms do
-    # not reach positive numbers: these are added up here, at most 65536 of them, each with the one of the other side
-    # of 0 that is the farthest like it, for they cancel where powers are odd.
+    # not reach positive numbers: these are added up here, at most 65536 of them, each in a pair with a positive one
+    # that is about as far from 0, which it cancels where powers are odd.
     part = q - jnp.floor(q)
     steps = jnp.where((q < 0) & jnp.isfinite(q), jnp.minimum(-jnp.floor(q), 65536), 0)
 
