@@ -76,6 +76,9 @@ def test_complex_numbers_of_half_precision_are_computed_on_the_cpu() -> None:
     assert made.dtype == torch.complex32 and made.cpu().tolist() == [2 + 2j] * 3
     assert beside.tolist() == [1.0] * 3
     assert torch.zeros(2, dtype=torch.complex32, device="tpu").fill_(1j).tolist() == [1j] * 2
+    halves = torch.ones(2, dtype=torch.half, device="tpu")
+    assert (halves == 1j).tolist() == [False] * 2
+    assert (halves != 1 + 0j).tolist() == [False] * 2
     assert metrics.snapshot()["cpu_fallbacks"]["aten::complex"] == 1
 
 

@@ -39,6 +39,14 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "randint beyond the dtype": lambda on: torch.randint(0, 300, (2,), dtype=torch.uint8, device=on),
     "random_ below the dtype": lambda on: torch.zeros(3, dtype=torch.int8, device=on).random_(-200, 3),
     "random_ beyond half": lambda on: torch.zeros(3, dtype=torch.half, device=on).random_(0, 70000),
+    "a number beyond half": lambda on: torch.full((2,), -7e4, dtype=torch.half, device=on),
+    "a number beyond bfloat16": lambda on: torch.zeros(2, dtype=torch.bfloat16, device=on).fill_(1e39),
+    "a number beyond eight bits": lambda on: torch.zeros(2, 2, dtype=torch.float8_e5m2, device=on).fill_(1e5),
+    "a search in a number": lambda on: torch.searchsorted(torch.tensor(3.0, device=on), torch.ones(3, device=on)),
+    "a search for a number in a number": lambda on: torch.searchsorted(torch.tensor(3.0, device=on), 2.0),
+    "a histogram whose edges are a number": lambda on: torch.histogram(
+        torch.ones(3, device=on), torch.tensor(3.0, device=on)
+    ),
     "random_ of no numbers": lambda on: torch.zeros(3, device=on).random_(5, 5),
     "more samples than there are": lambda on: torch.multinomial(ones(on, (3,))[0], 4),
     "softmax into doubles": lambda on: torch.softmax(ones(on, (2, 2))[0], 0, out=into(on, torch.double, 2, 2)),

@@ -282,7 +282,8 @@ def _compute_dtype(values: list[Any], kind: Promotion) -> torch.dtype:
     """What PyTorch computes an op on elements in. `torch._prims_common.elementwise_dtypes` says the same, and imports
     sympy to say it."""
     result = _promoted_dtype(values, kind)
-    return result if kind is Promotion.NO_OPMATH else get_computation_dtype(result)
+    is_known = result is not torch.complex32  # to XLA
+    return result if kind is Promotion.NO_OPMATH and is_known else get_computation_dtype(result)
 
 
 def _promoted_dtype(values: list[Any], kind: Promotion) -> torch.dtype:

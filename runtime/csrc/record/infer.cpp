@@ -459,7 +459,10 @@ Stack check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   for (int64_t most : {1, 8}) {
     try {
       Stack made = try_on_cpu(info, op, args, loses_warnings(info) && op.hasTag(at::Tag::pointwise), most);
-      return most == 1 ? made : Stack();
+      if (most > 1) return {};
+      if (takes_element(op))
+        try_on_cpu(info, op, args, false, 2);  // into one element, numbers too large are put as inf
+      return made;
     } catch (const c10::Error& error) {
       bool is_open = refuses == Refuses::kDtype && !is_refusal(error);  // perhaps it is about the shapes made up here
       if (is_open && most == 1) continue;

@@ -56,9 +56,10 @@ def _histogram(x: Tensor, edges: list[Tensor], weight: Tensor | None, density: b
 
 def _check(op: Any, x: Tensor, bins: Any, weight: Tensor | None, bounds: list[float] | None = None) -> None:
     """Raises what PyTorch says to arguments that it refuses."""
-    counts = [n for n in (bins if isinstance(bins, (list, tuple)) else [bins]) if isinstance(n, int)]
+    each = bins if isinstance(bins, (list, tuple)) else [bins]
     pairs = list(itertools.pairwise(bounds or []))[::2]
-    is_fit = all(n > 0 for n in counts) and all(math.isfinite(b - a) and a <= b for a, b in pairs)
+    is_fit = all(n.dim() == 1 if isinstance(n, Tensor) else n > 0 for n in each)
+    is_fit &= all(math.isfinite(b - a) and a <= b for a, b in pairs)
     if op.name().startswith("aten::_histogramdd") and isinstance(bins, (list, tuple)):
         is_fit &= len(bins) == x.shape[-1]
     points = x.shape if op.name().startswith("aten::histogram.") else x.shape[:-1]

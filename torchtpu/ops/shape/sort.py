@@ -178,6 +178,10 @@ def _infer_searchsorted(
         raise RuntimeError(
             "torch.searchsorted(): side and right can't be set to opposites, got side of left while right was True"
         )
+    if sequence.dim() == 0:
+        raise RuntimeError(
+            "torch.searchsorted(): boundaries tensor should have positive dimension, but got 0 dimension"
+        )
     return torch.searchsorted(sequence, x, out_int32=out_int32, right=right, side=side, sorter=sorter)
 
 
