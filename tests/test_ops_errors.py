@@ -653,6 +653,39 @@ def test_permutations_that_their_dtype_does_not_hold_are_refused(dtype: torch.dt
     assert torch.randperm(n - 1, dtype=dtype, device=on).unique().numel() == n - 1
 
 
+FILLS: dict[str, Callable[[torch.Tensor, float], Any]] = {
+    "fill_": lambda x, value: x.fill_(value),
+    "masked_fill": lambda x, value: x.masked_fill(x == x, value),
+    "scatter": lambda x, value: x.scatter(0, torch.arange(3, device=x.device), value),
+    "index_fill_": lambda x, value: x.index_fill_(0, torch.arange(3, device=x.device), value),
+    "pad": lambda x, value: F.pad(x, (2, 1), value=value)[:3],
+}
+
+
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+@pytest.mark.parametrize(
+    ("dtype", "values", "is_refused"),
+    [
+        (torch.uint8, [3, 4, 5, 300, 256, 255, -1], [300, 256]),
+        (torch.int8, [3.0, 4.5, 5.5, 300.5, 127.0], [300.5]),
+        (torch.int32, [1.5, 5.0, 7.0, float("nan"), float("inf"), 2.0**40, 6.0], [float("inf"), 2.0**40]),
+        (torch.half, [1.5, 2.5, 3.5, 1e5, -7e4, float("inf"), 65504.0], [1e5, -7e4]),
+        (torch.bfloat16, [1.5, 2.5, 3.5, 1e39, 4.5], [1e39]),
+        (torch.float32, [1.5, 2.5, 3.5, 1e300, 4.5], [1e300]),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_after_others_that_did(
+    dtype: torch.dtype, values: list[float], is_refused: list[float], fill: Callable[[torch.Tensor, float], Any]
+) -> None:
+    x = torch.zeros(3, dtype=dtype, device="tpu")
+    for value in values:
+        if value in is_refused or value != value:
+            with pytest.raises(RuntimeError, match="without overflow"):
+                fill(x, value)
+        else:
+            assert fill(x, value).tolist()[1] in (value, torch.tensor(value).to(dtype).item())
+
+
 @pytest.mark.parametrize("on", ["cpu", "tpu"])
 def test_sides_of_a_search_are_checked(on: str) -> None:
     x = torch.arange(3.0, device=on)

@@ -364,12 +364,8 @@ bool has_shape_function(const c10::OperatorHandle& op) {
   return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
 }
 
-// Whether a number of the caller's, which may not fit the dtype, becomes an element.
-bool takes_element(const c10::OperatorHandle& op) {
-  return std::ranges::any_of(op.schema().arguments(), [](const auto& argument) {
-    bool is_element = argument.name() == "value" || argument.name() == "fill_value";
-    return is_element && argument.real_type()->kind() == c10::TypeKind::NumberType;
-  });
+bool takes_element(const OpInfo& info) {
+  return std::ranges::any_of(info.args, [](const ArgInfo& arg) { return arg.is_element; });
 }
 
 // Whether the op multiplies tensors of one dtype, none of which is a mask or quantized.
@@ -445,7 +441,7 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
     });
   }
   if (((info.multiplies || is_plain) && is_mixed) || (is_plain && first == at::kBool) ||
-      (tensors && takes_element(op)) || has_out)
+      (tensors && takes_element(info)) || has_out)
     return Refuses::kAnything;
   if (has_half && decomposes(info)) return Refuses::kAnything;
   if (is_first_number && may_lack_kernels_for_first(info)) return Refuses::kDtype;
@@ -460,7 +456,7 @@ Stack check_dtypes(const OpInfo& info, const c10::OperatorHandle& op, const IVal
     try {
       Stack made = try_on_cpu(info, op, args, loses_warnings(info) && op.hasTag(at::Tag::pointwise), most);
       if (most > 1) return {};
-      if (takes_element(op))
+      if (takes_element(info))
         try_on_cpu(info, op, args, false, 2);  // into one element, numbers too large are put as inf
       return made;
     } catch (const c10::Error& error) {

@@ -55,7 +55,8 @@ class SignatureWriter {
   // A number that programs take when they run leaves the shape and dtype as they are: a step size, say.
   bool is_any(double value) const {
     NumberKey key{.kind = NumberKey::kDouble, .bits = std::bit_cast<int64_t>(value)};
-    return arg_ && std::abs(value) <= kLargestOfAll && !is_structural(*arg_, key);
+    return arg_ && std::abs(value) <= (arg_->is_element ? kLargestOfIntegers : kLargestOfAll) &&
+           !is_structural(*arg_, key);
   }
 
   bool put_value(const IValue& v) {

@@ -10,7 +10,8 @@
 
 namespace torchtpu {
 
-constexpr double kLargestOfAll = 448;  // fits every floating dtype
+constexpr double kLargestOfAll = 448;       // fits every floating dtype
+constexpr double kLargestOfIntegers = 127;  // and every other one
 
 // All that the inference of a call may depend on, as bytes: the op, each argument by value, each tensor by dtype,
 // device, geometry and which of the call's storages it lies in, and PyTorch's settings that choose results or errors.

@@ -36,6 +36,7 @@ ArgInfo describe_arg(const c10::Argument& arg, const OpFacts& facts) {
       info.role = arg.name() == "pin_memory" || arg.name() == "non_blocking" ? ArgRole::kPlacement : ArgRole::kPlain;
   }
   info.is_number = type->kind() == c10::TypeKind::NumberType;
+  info.is_element = info.is_number && (arg.name() == "value" || arg.name() == "fill_value");
   info.is_liftable = info.is_number || type->kind() == c10::TypeKind::FloatType ||
                      type->kind() == c10::TypeKind::TensorType ||
                      std::find(facts.ints.begin(), facts.ints.end(), arg.name()) != facts.ints.end();

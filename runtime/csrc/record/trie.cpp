@@ -91,11 +91,55 @@ Match match_number(const NumberKey& key, const NumberKey& given, LiftedNumbers& 
   return key.kind == NumberKey::kBool || key.kind == NumberKey::kComplex ? Match::kNo : Match::kButNumbers;
 }
 
-// A lifted branch refuses the values that change the op's meaning.
+template <typename T>
+bool overflows_as(const NumberKey& key) {
+  return key.kind == NumberKey::kDouble ? c10::overflows<T>(as_double(key)) : c10::overflows<T>(key.bits);
+}
+
+// Whether PyTorch refuses a number as an element of this dtype.
+bool overflows(at::ScalarType dtype, const NumberKey& key) {
+  switch (dtype) {
+    case at::kByte:
+      return overflows_as<uint8_t>(key);
+    case at::kChar:
+      return overflows_as<int8_t>(key);
+    case at::kShort:
+      return overflows_as<int16_t>(key);
+    case at::kUInt16:
+      return overflows_as<uint16_t>(key);
+    case at::kInt:
+      return overflows_as<int32_t>(key);
+    case at::kUInt32:
+      return overflows_as<uint32_t>(key);
+    case at::kLong:
+      return overflows_as<int64_t>(key);
+    case at::kHalf:
+      return overflows_as<at::Half>(key);
+    case at::kBFloat16:
+      return overflows_as<at::BFloat16>(key);
+    case at::kFloat8_e4m3fn:
+      return overflows_as<at::Float8_e4m3fn>(key);
+    case at::kFloat8_e5m2:
+      return overflows_as<at::Float8_e5m2>(key);
+    case at::kFloat:
+    case at::kComplexFloat:
+      return overflows_as<float>(key);
+    default:
+      return false;
+  }
+}
+
+// Whether a call with this number has a branch of its own: the number changes the op's meaning, or may be refused.
+bool stands_alone(const ArgInfo& arg, at::ScalarType element, const NumberKey& number) {
+  return is_structural(arg, number) || (arg.is_element && overflows(element, number));
+}
+
+// A lifted branch refuses the values that need one of their own.
 Match match_liftable(const ArgInfo& arg, const NumberKey& key, const NumberKey& given, LiftedNumbers& lifted) {
-  if (key.is_lifted && is_structural(arg, given)) return Match::kNo;
+  if (key.is_lifted && stands_alone(arg, key.element, given)) return Match::kNo;
   Match m = match_number(key, given, lifted);
-  if (m == Match::kButNumbers && (!arg.is_liftable || is_structural(arg, key) || is_structural(arg, given))) {
+  if (m == Match::kButNumbers &&
+      (!arg.is_liftable || stands_alone(arg, key.element, key) || stands_alone(arg, key.element, given))) {
     return Match::kNo;
   }
   return m;
@@ -279,8 +323,8 @@ bool is_plain_constant(const NumberKey& key) {
 }
 
 void lift_number(const OpInfo& info, const ArgInfo& arg, const NumberKey* fork, NumberKey& key) {
-  if (!arg.is_liftable || is_structural(arg, key)) return;
-  bool differs = fork && (fork->is_lifted || (fork->bits != key.bits && !is_structural(arg, *fork)));
+  if (!arg.is_liftable || stands_alone(arg, key.element, key)) return;
+  bool differs = fork && (fork->is_lifted || (fork->bits != key.bits && !stands_alone(arg, key.element, *fork)));
   bool at_sight = info.lifts && key.kind == NumberKey::kDouble && !is_plain_constant(key);
   key.is_lifted = differs || at_sight;
 }
@@ -346,6 +390,7 @@ void lift_keys(const OpInfo& info, const Node* fork, std::vector<ArgKey>& keys) 
     const ArgInfo& arg = info.args[i];
     ArgKey& key = keys[i];
     const ArgKey* old = fork ? &fork->args[i] : nullptr;
+    if (arg.is_element && !keys[0].tensors.empty()) key.number.element = keys[0].tensors[0].dtype.toScalarType();
     if (key.kind == ArgKey::kNumber || key.kind == ArgKey::kCpuScalar) {
       lift_number(info, arg, old ? &old->number : nullptr, key.number);
     }

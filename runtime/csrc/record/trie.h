@@ -39,6 +39,7 @@ struct ArgInfo {
   bool is_written = false;
   bool is_out = false;
   bool is_number = false;          // a Scalar or a list of them
+  bool is_element = false;         // a Scalar that becomes an element as it is, or is refused
   bool is_liftable = false;        // a Scalar, a float, a list of them, a tensor (for 0-dim CPU tensors), one of `ints`
   bool is_structural = false;      // every value changes meaning
   std::vector<double> structural;  // these values do
@@ -74,6 +75,7 @@ struct NumberKey {
   bool is_lifted = false;
   int64_t bits = 0;
   int64_t imaginary_bits = 0;
+  at::ScalarType element = at::ScalarType::Undefined;  // the dtype that must hold it
 };
 
 struct ArgKey {

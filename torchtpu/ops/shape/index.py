@@ -170,7 +170,7 @@ def converted(ctx: Context, values: Any, dtype: Any) -> Any:
 def filling(ctx: Context, value: Any, dtype: Any) -> Any:
     """A number to fill an array of this dtype with, a tensor's or a Python number."""
     number = jnp.asarray(value)
-    # a Python number beyond these dtypes is refused by the first call alone, so that no mask has to be checked
+    # a Python number beyond these dtypes is refused by the call, so that no mask has to be checked
     is_wide = dtype in (jnp.float64, jnp.float32, jnp.bfloat16) and number.weak_type
     is_complex = jnp.issubdtype(number.dtype, jnp.complexfloating)
     is_looked_at = isinstance(value, int) or (is_wide and not is_complex)
