@@ -686,6 +686,12 @@ def test_numbers_that_do_not_fit_are_refused_after_others_that_did(
             assert fill(x, value).tolist()[1] in (value, torch.tensor(value).to(dtype).item())
 
 
+@pytest.mark.filterwarnings("error")
+def test_one_element_of_half_precision_takes_larger_numbers_as_infinity() -> None:
+    x = torch.zeros(1, dtype=torch.half, device="tpu")
+    assert [x.fill_(value).item() for value in (1.5, 2.5, 7e4, -8e4, 3.5)] == [1.5, 2.5, math.inf, -math.inf, 3.5]
+
+
 @pytest.mark.parametrize("on", ["cpu", "tpu"])
 def test_sides_of_a_search_are_checked(on: str) -> None:
     x = torch.arange(3.0, device=on)
