@@ -227,13 +227,22 @@ def is_shaky(program: Program) -> bool:
 
 
 class Rounding(TorchDispatchMode):
-    """Within it each new floating-point result is off by some roundings."""
+    """Within it each new floating-point result is off by some roundings, and what is written is not what is read.
+
+    PyTorch leaves open what a write makes of an argument that shares a part of its memory.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = [arg for arg, of in zip(args, func._schema.arguments, strict=False) if _is_written(of)]
+        storages = {x.untyped_storage().data_ptr() for x in written if isinstance(x, Tensor)}
+        args = [
+            arg.clone() if _is_in(storages, arg) and not _is_written(of) else arg
+            for arg, of in zip(args, func._schema.arguments, strict=False)
+        ]
         made = func(*args, **(kwargs or {}))
         is_new = not any(result.alias_info for result in func._schema.returns)
         for x in made if isinstance(made, (tuple, list)) else [made]:
@@ -241,6 +250,14 @@ class Rounding(TorchDispatchMode):
                 noise = torch.rand(x.shape, generator=self._generator, dtype=x.dtype)
                 x.mul_(1 + 16 * (noise - 0.5) * torch.finfo(x.dtype).eps)
         return made
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_in(storages: set[int], value: Any) -> bool:
+    return isinstance(value, Tensor) and value.untyped_storage().data_ptr() in storages
 
 
 # ---- drawing them

@@ -6,7 +6,7 @@ Nobody steps over a dimension of size 1, but a view through another dtype asks w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +27,6 @@ LAYOUTS = {
     (3,): ((1,), (2,)),
     (1, 1): ((1, 1), (5, 1), (1, 5)),
 }
-OF_META = {"rad2deg", "deg2rad"}  # laid out as PyTorch's meta kernels do
 
 
 def make(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -48,7 +47,7 @@ def calls(name: str, dtype: torch.dtype, device: str) -> Iterator[list[Any]]:
 
 
 def elementwise_ops() -> list[str]:
-    names = [n for n in registry.LOWERINGS if "::" not in n and n not in OF_META]
+    names = [n for n in registry.LOWERINGS if "::" not in n]
     ops = {name: registered(name) for name in names}
     return sorted(n for n, op in ops.items() if torch.Tag.pointwise in op.tags and not op._schema.is_mutable)
 
@@ -98,15 +97,48 @@ def test_quotients_of_what_broadcasts_are_laid_out_as_on_the_cpu() -> None:
     assert made("tpu").stride() == made("cpu").stride()
 
 
-@pytest.mark.parametrize("op", ["rad2deg", "log_sigmoid"])
-@pytest.mark.xfail(strict=True, reason="PyTorch's meta kernels lay out these results in another way")
-def test_other_results_are_laid_out_as_on_the_cpu(op: str) -> None:
-    def made(device: str) -> Tensor:
-        if op == "rad2deg":
-            return make((4, 1), (1, 7), torch.float32, device).rad2deg()
-        return torch.nn.functional.logsigmoid(make((2, 3, 4), (1, 8, 2), torch.float32, device))
+def _normalized(x: Tensor) -> Tensor:
+    return F.batch_norm(x, x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]), training=True)
 
-    assert made("tpu").stride() == made("cpu").stride()
+
+def _gradient(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(loss(x, torch.zeros_like(x)).sum(), x)[0]
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        F.logsigmoid,
+        _normalized,
+        lambda x: _gradient(lambda y, _: _normalized(y), x),
+        lambda x: torch.normal(x, 1.0),
+        lambda x: torch.normal(x, x.abs() + 1),
+        lambda x: torch.normal(0.0, x.abs() + 1),
+        lambda x: _gradient(F.huber_loss, x),
+        lambda x: _gradient(F.smooth_l1_loss, x),
+        lambda x: F.nll_loss(x[None], torch.zeros_like(x[:1], dtype=torch.long), reduction="none"),
+        lambda x: torch.ldexp(x, x),
+        lambda x: x[:, :1, :1].rad2deg(),
+        lambda x: x[:, :1, :1].deg2rad(),
+    ],
+)
+@pytest.mark.parametrize("strides", [(1, 8, 2), (1, 2, 6), (12, 1, 3), (24, 8, 2)])
+def test_results_of_rearranged_arguments_are_laid_out_as_on_the_cpu(
+    made_of: Callable[[Tensor], Tensor], strides: tuple[int, ...]
+) -> None:
+    made = {device: made_of(make((2, 3, 4), strides, torch.float32, device)) for device in ("cpu", "tpu")}
+    assert made["tpu"].stride() == made["cpu"].stride()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 4, 5, 6)])
+def test_batches_are_normalized_in_the_memory_format_they_have(shape: tuple[int, ...]) -> None:
+    channels_last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    for arranged in (lambda x: x.contiguous(memory_format=channels_last), lambda x: x.transpose(0, 1).contiguous().mT):
+        made = {d: [_normalized(arranged(torch.ones(shape, device=d)))] for d in ("cpu", "tpu")}
+        made["cpu"].append(_gradient(lambda y, _: _normalized(y), arranged(torch.ones(shape))))
+        made["tpu"].append(_gradient(lambda y, _: _normalized(y), arranged(torch.ones(shape, device="tpu"))))
+        assert [t.stride() for t in made["tpu"]] == [t.stride() for t in made["cpu"]]
 
 
 @pytest.mark.parametrize("op", [torch.add, torch.eq, torch.maximum])

@@ -518,6 +518,10 @@ at::Tensor meta_of(const at::Tensor& t) {
 
 // A result of an op on elements as the CPU kernels' iterator lays it out; undefined where no tensor is given.
 at::Tensor laid_out_by_iterator(const OpInfo& info, const Stack& args, at::ScalarType dtype) {
+  if (is_any_of(base_name(info), {"deg2rad", "rad2deg"})) {  // their kernels make it themselves, like the argument
+    const at::Tensor& t = args[0].toTensor();
+    if (t.is_non_overlapping_and_dense()) return at::detail::empty_strided_meta(t.sizes(), t.strides(), dtype);
+  }
   at::TensorIteratorConfig config;
   config.set_check_mem_overlap(false).check_all_same_dtype(false).check_all_same_device(false);
   config.add_owned_output(at::Tensor()).declare_static_dtype_and_device(dtype, at::kMeta);
@@ -526,7 +530,11 @@ at::Tensor laid_out_by_iterator(const OpInfo& info, const Stack& args, at::Scala
   for (size_t i = 0; i < args.size(); i++) {
     const IValue& v = args[i];
     bool is_tensor = v.isTensor() && v.toTensor().defined() && !info.args[i].is_out;
-    if (is_tensor) config.add_owned_const_input(v.toTensor());
+    bool is_exponent = is_any_of(base_name(info), {"ldexp", "ldexp_"}) && i == 1;  // of a power, which is contiguous
+    if (is_tensor && is_exponent)
+      config.add_owned_const_input(at::detail::empty_meta(v.toTensor().sizes(), at::kFloat));
+    else if (is_tensor)
+      config.add_owned_const_input(v.toTensor());
     if (v.isScalar() && makes_tensors) config.add_owned_const_input(at::empty({}, at::device(at::kMeta)));
     has_input |= is_tensor;
   }
@@ -728,6 +736,27 @@ bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Infer
   return true;
 }
 
+// Results that torch's Python code lays out as the argument, and kernels contiguously; normalized batches, and their
+// gradients, keep channels_last.
+void lay_out_as_kernels_do(const OpInfo& info, Inferred& inferred) {
+  std::string_view name = base_name(info);
+  bool is_batch_norm = name.find("batch_norm") != std::string_view::npos;
+  if (!is_batch_norm && !is_any_of(name, {"glu_backward", "huber_loss_backward", "log_sigmoid_forward",
+                                          "nll_loss2d_forward", "normal", "smooth_l1_loss_backward"}))
+    return;
+  for (size_t i = 0; i < info.return_alias.size(); i++) {
+    IValue& result = inferred.results[i];
+    if (info.return_alias[i] >= 0 || !result.isTensor() || !result.toTensor().defined()) continue;
+    at::Tensor made = result.toTensor();
+    at::MemoryFormat format = at::MemoryFormat::Contiguous;
+    if (is_batch_norm) {
+      const at::Tensor& input = inferred.args[name.ends_with("backward") ? 1 : 0].toTensor();
+      if (input.dim() == made.dim()) format = input.suggest_memory_format();
+    }
+    result = at::empty(made.sizes(), made.options(), format);
+  }
+}
+
 // Numbers are drawn into the out= argument, whose shape may be larger than that of the mean added to them.
 void infer_around_mean(Inferred& inferred) {
   double deviation = inferred.args[1].toDouble();
@@ -766,6 +795,7 @@ std::shared_ptr<const Inferred> infer_on_meta(const OpInfo& info, const c10::Ope
                   args[i].toTensor().sizes(), " doesn't match the shape ", inferred->args[i].toTensor().sizes());
     }
   }
+  lay_out_as_kernels_do(info, *inferred);
   return inferred;
 }
 
