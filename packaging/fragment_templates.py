@@ -1477,6 +1477,8 @@ class Maker:
         pattern, sizes = pattern_of(op)
         if len(sizes) > len(SENTINELS):
             return None
+        if templates.with_room(described(op)) is None:
+            return None  # nothing looks for it
         apart = self._decided_of_padding(op, entry)
         if apart is None:
             return None
