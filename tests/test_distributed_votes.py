@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -33,14 +32,17 @@ def on_ranks(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("size", "rounds"), [(1, 0), (2, 1), (3, 2), (8, 3), (300, 9)])
 def test_all_ranks_learn_all_words_in_a_logarithm_of_rounds(size: int, rounds: int) -> None:
-    mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+    mail: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {}
     swaps = [0] * size
+
+    def box(source: int, destination: int) -> queue.SimpleQueue[torch.Tensor]:
+        return mail.setdefault((source, destination), queue.SimpleQueue())  # the same for both, whoever comes first
 
     def learn(rank: int) -> torch.Tensor:
         def swap(tensor: torch.Tensor, destination: int, source: int) -> torch.Tensor:
             swaps[rank] += 1
-            mail[rank, destination].put(tensor)
-            return mail[source, rank].get(timeout=60)
+            box(rank, destination).put(tensor)
+            return box(source, rank).get(timeout=60)
 
         return gloo.spread(torch.tensor([rank, rank * rank]), rank, size, swap)
 
