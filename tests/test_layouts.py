@@ -117,6 +117,8 @@ def _gradient(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
         lambda x: torch.normal(0.0, x.abs() + 1),
         lambda x: _gradient(F.huber_loss, x),
         lambda x: _gradient(F.smooth_l1_loss, x),
+        lambda x: _gradient(lambda y, _: F.glu(y, 0), x),
+        lambda x: _gradient(lambda y, _: F.glu(y.mT[None], 2), x),
         lambda x: F.nll_loss(x[None], torch.zeros_like(x[:1], dtype=torch.long), reduction="none"),
         lambda x: torch.ldexp(x, x),
         lambda x: x[:, :1, :1].rad2deg(),
