@@ -49,6 +49,18 @@ class Divider:
         self, program: Program, apart: list[int], alone: list[int], is_often_new: bool
     ) -> list[tuple[Any, ...]]: ...
 
+class OutlineReader:
+    """Reads what programs have in common that differ in sizes (`runtime.padding.layout`, which has what the functions
+    are asked)."""
+
+    def __init__(
+        self,
+        view: Callable[[tuple[int, ...], tuple[int, ...], tuple[int, ...], int | None, bool, bool], tuple[Any, ...]],
+        is_kept: Callable[[str, int, int], bool],
+        made: Callable[[Op], Sequence[Any]],
+    ) -> None: ...
+    def read(self, program: Program) -> tuple[bytes, list[int]]: ...
+
 def ends_of(hashes: Sequence[int]) -> list[int]: ...
 
 class Work:

@@ -101,12 +101,12 @@ class Builder:
 
     def padded(self, padded: PaddedProgram, executable: Executable) -> PaddedExecutable:
         """What launches a padded program, which `executable` runs, as it was recorded."""
+        return PaddedExecutable(self._copies, padded, executable, self._exact)
 
-        def make_exact(device: int) -> Executable:
-            self._counters.offset_variants += 1
-            return self.executable_of(padded.exact, device)
-
-        return PaddedExecutable(self._copies, padded, executable, make_exact)
+    def _exact(self, program: Program, device: int) -> Executable:
+        """What runs a program that is padded elsewhere."""
+        self._counters.offset_variants += 1
+        return self.executable_of(program, device)
 
     def executable_of(self, program: Program, device: int) -> Executable:
         """A program's executable; waits for it."""

@@ -119,16 +119,18 @@ def uploads_of(work: Any) -> list[int]:
 
 
 class PaddedExecutable:
-    """What a plan is given whose program is padded: `executable` runs it."""
+    """What a plan is given whose program is padded: `executable` runs it. The program as it was recorded is asked of a
+    launch where it is needed: plans are many, and what Python keeps of each costs time at every garbage collection."""
 
     meets_others = False
     takes_padding = True
 
     def __init__(
-        self, copies: Copies, padded: PaddedProgram, executable: Any, make_exact: Callable[[int], Any]
+        self, copies: Copies, padded: PaddedProgram, executable: Any, make_exact: Callable[[Program, int], Any]
     ) -> None:
         self.executable = executable
-        self._make_exact = functools.cache(make_exact)  # by device
+        self._make_exact = make_exact
+        self._exact: dict[int, Any] = {}  # what runs the program as it was recorded, by device
         self._limits = padded.limits
         self.program = padded.program
         self.outputs = padded.outputs
@@ -163,7 +165,10 @@ class PaddedExecutable:
         if self._limits and not fits(self._limits, work.ints.tolist()):
             context.counters.not_padded("a part that runs over the end of a row", work.program.line)
             with context.recovering(work):
-                self._make_exact(work.device).launch(self._copies.without_surplus(work), context)
+                exact = self._exact.get(work.device)
+                if exact is None:
+                    exact = self._exact[work.device] = self._make_exact(work.program, work.device)
+                exact.launch(self._copies.without_surplus(work), context)
             return
         with context.recovering(work):
             padded = PaddedWork(work, self)

@@ -35,6 +35,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from torchtpu.runtime import _C
 from torchtpu.runtime.ir.calls import results_of, schema_of, written
 from torchtpu.runtime.ir.program import (
     Base,
@@ -245,119 +246,68 @@ class _View(NamedTuple):
     Where `runs` is not None, it lies at a run-time offset, or at the beginning and is no such part as a diagonal is
     none: each of its dimensions runs over these dimensions of its array at once, in these steps, or has one element.
     Where `strides` is not None, it lies at a run-time offset, and runs over none. Where `places` is not None, it is no
-    such part: these are its offset and strides.
+    such part: these are its offset and strides. `offset` is the run-time one.
     """
 
     shape: tuple[Leaf, ...]
     sizes: tuple[Leaf, ...]
-    access: tuple[Any, ...] | None
-    strides: tuple[Leaf, ...] | None
-    about: tuple[Any, ...]
+    access: tuple[Any, ...] | None = None
+    strides: tuple[Leaf, ...] | None = None
+    is_whole: bool = True
     places: tuple[Leaf, ...] | None = None
     runs: tuple[Run, ...] | None = None
-
-
-class _Number(NamedTuple):
-    """A number that is no dtype's and no tensor's: `of` says what else there is of it."""
-
-    value: Leaf
-    of: tuple[Any, ...]
+    offset: Lifted | None = None
 
 
 class _PaddedCall(NamedTuple):
+    """An op: a view for each tensor among its arguments, an expression for each of its numbers that is a slot, None for
+    the others, and views of what it makes."""
+
     name: str
-    settings: str | None
     args: tuple[Any, ...]
     made: tuple[_View, ...]
-    about: tuple[Any, ...]
 
 
-class Outline:
-    """A program without what its slots are. Programs are compared by it, often: equal ones are best one object."""
+class _SizedProgram(NamedTuple):
+    """A program with other things for its slots: the dimensions of each input, and the ops."""
 
-    __slots__ = ("_hash", "_parts")
-
-    def __init__(
-        self, inputs: tuple[tuple[Leaf, ...], ...], calls: tuple[_PaddedCall, ...], about: tuple[Any, ...]
-    ) -> None:
-        self._parts = inputs, calls, about
-        self._hash = hash(self._parts)
-
-    @property
-    def inputs(self) -> tuple[tuple[Leaf, ...], ...]:
-        """The dimensions of each input."""
-        return self._parts[0]
-
-    @property
-    def calls(self) -> tuple[_PaddedCall, ...]:
-        """The ops."""
-        return self._parts[1]
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Outline) and self._hash == other._hash and self._parts == other._parts
+    inputs: tuple[tuple[Leaf, ...], ...]
+    calls: tuple[_PaddedCall, ...]
 
 
-class _SlotReader:
-    """Notes the slots of a program."""
-
-    def __init__(self) -> None:
-        self.slots: list[int] = []
-        self.slot = self.slots.append
-
-    def geometry(self, *of: Any) -> _View:
-        """What `_geometry` makes of the same."""
-        made, slots = _known_geometry(*of)
-        self.slots += slots
-        return made
+Outline = bytes  # all of a program but what its slots are; compared often
 
 
-class _SlotWriter:
-    """Puts expressions in their place, one after the other."""
-
-    def __init__(self, slots: Iterable[Leaf]) -> None:
-        left = iter(slots)
-        self.slot: Callable[[int], Leaf] = lambda _: next(left)
-
-    def geometry(self, *of: Any) -> _View:
-        """What `_geometry` makes."""
-        return _geometry(*of, slot=self.slot)
-
-
-def outline(program: Program, hand: _SlotReader | _SlotWriter, is_special: IsStructural) -> Outline:
-    """The program's outline, each slot in turn replaced by what `hand` makes of it; Refused where a view has none.
+def _reader(is_special: IsStructural) -> _C.OutlineReader:
+    """What reads the outlines and the slots of programs; it raises Refused where a view has none.
 
     A number that changes what its op means, as 2 does for `pow`, is no slot.
     """
-    inputs = tuple(_dims(base.shape, hand.slot) for base in program.inputs)
-    calls = tuple(_call(op, hand, is_special) for op in program.ops)
-    dtypes = tuple(base.dtype for base in program.inputs)
-    return Outline(inputs, calls, (dtypes, program.outputs, program.donated, program.floats, program.ints))
-
-
-def slots_of(program: Program, is_special: IsStructural) -> tuple[Outline, list[int]]:
-    """What programs of the same ops have in common, and the slots in which they differ."""
-    reader = _SlotReader()
-    return outline(program, reader, is_special), reader.slots
-
-
-def _call(op: Op, hand: _SlotReader | _SlotWriter, is_special: IsStructural) -> _PaddedCall:
-    names = _arguments_of(op.name)
-
-    def is_kept(place: int, value: Any) -> bool:
-        return is_special(op.name, names[place] if place < len(names) else "", value)
-
-    args = tuple([_argument(argument, hand, is_kept, place) for place, argument in enumerate(op.args)])
-    made = tuple(
-        [_view(m.base, m.sizes, m.strides, getattr(m, "offset", 0), hand, (m.value, m.dtype)) for m in results_of(op)]
+    return _C.OutlineReader(
+        _known_geometry, lambda name, place, value: is_special(name, _argument_name(name, place), value), results_of
     )
-    kinds = tuple([r if r is None else type(r).__name__ for r in op.results])
-    writes = tuple([(w.arg, w.element, w.value, w.replaces) for w in op.writes])
-    return _PaddedCall(op.name, op.settings, args, made, (kinds, writes))
+
+
+def _with_slots(program: Program, slots: Iterable[Leaf], is_special: IsStructural) -> _SizedProgram:
+    """The program with these for its slots, which stand in the order in which they are read."""
+    left = iter(slots)
+    slot: Callable[[int], Leaf] = lambda _: next(left)
+    inputs = tuple(_dims(base.shape, slot) for base in program.inputs)
+    return _SizedProgram(inputs, tuple(_call(op, slot, is_special) for op in program.ops))
+
+
+def _call(op: Op, slot: Callable[[int], Leaf], is_special: IsStructural) -> _PaddedCall:
+    def is_kept(place: int, value: Any) -> bool:
+        return is_special(op.name, _argument_name(op.name, place), value)
+
+    args = tuple([_argument(argument, slot, is_kept, place) for place, argument in enumerate(op.args)])
+    made = tuple([_view(m.base, m.sizes, m.strides, getattr(m, "offset", 0), slot) for m in results_of(op)])
+    return _PaddedCall(op.name, args, made)
+
+
+def _argument_name(op_name: str, place: int) -> str:
+    names = _arguments_of(op_name)
+    return names[place] if place < len(names) else ""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -365,22 +315,16 @@ def _arguments_of(name: str) -> tuple[str, ...]:
     return tuple(argument.name for argument in schema_of(name).arguments)
 
 
-def _argument(given: Any, hand: _SlotReader | _SlotWriter, is_kept: Callable[[int, Any], bool], place: int) -> Any:
+def _argument(given: Any, slot: Callable[[int], Leaf], is_kept: Callable[[int, Any], bool], place: int) -> Any:
     kind = type(given)
     if kind is Operand:
-        about = given.value, given.dtype
         return _view(
-            given.base, given.sizes, given.strides, given.offset, hand, about, is_zero=given.value is None, is_read=True
+            given.base, given.sizes, given.strides, given.offset, slot, is_zero=given.value is None, is_read=True
         )
     if kind is tuple or kind is list:
-        return tuple([_argument(item, hand, is_kept, place) for item in given])
-    if kind is int and not is_kept(place, given):
-        return _Number(hand.slot(given), ())
-    if kind is Scalar:
-        if type(given.value) is int and not is_kept(place, given.value):
-            return _Number(hand.slot(given.value), (given.dtype, given.wrapped))
-        return ("scalar", repr(given.value), given.dtype, given.wrapped)
-    return (kind.__name__, repr(given))
+        return tuple([_argument(item, slot, is_kept, place) for item in given])
+    number = given.value if kind is Scalar else given
+    return slot(number) if type(number) is int and not is_kept(place, number) else None
 
 
 def _view(
@@ -388,16 +332,15 @@ def _view(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     offset: int | Lifted,
-    hand: _SlotReader | _SlotWriter,
-    about: tuple[Any, ...],
+    slot: Callable[[int], Leaf],
     *,
     is_zero: bool = False,
     is_read: bool = False,
 ) -> _View:
-    place = None if type(offset) is Lifted else offset
-    view = hand.geometry(base.shape, sizes, strides, place, is_zero, is_read)
-    more = (offset,) if place is None else view.about
-    return view._replace(about=(*about, base.dtype, *more))
+    if type(offset) is Lifted:
+        view = _geometry(base.shape, sizes, strides, None, is_zero, is_read, slot=slot)
+        return view._replace(offset=offset)
+    return _geometry(base.shape, sizes, strides, offset, is_zero, is_read, slot=slot)
 
 
 def _geometry(
@@ -413,13 +356,13 @@ def _geometry(
     """The view of an array of this shape, `offset` None where that is a run-time number."""
     whole = _dims(sizes, slot)
     if is_zero:  # zeros of any shape
-        return _View(whole, whole, None, None, ())
+        return _View(whole, whole)
     dims = _dims(shape, slot)
     if offset is None:
         runs = _runs_over(shape, sizes, strides)
-        return _View(dims, whole, None, tuple(map(slot, strides)) if runs is None else None, (), None, runs)
+        return _View(dims, whole, strides=tuple(map(slot, strides)) if runs is None else None, runs=runs)
     if sizes == shape and offset == 0 and _is_dense(sizes, strides):
-        return _View(dims, whole, None, None, ())
+        return _View(dims, whole)
     if 0 in sizes or 0 in shape:
         raise Refused("an empty view")
     runs = _runs_over(shape, sizes, strides)
@@ -430,19 +373,19 @@ def _geometry(
         if order is None and found is None:
             if is_read:
                 moves = (0 if size == 1 else slot(step) for size, step in zip(sizes, strides, strict=True))
-                return _View(dims, whole, None, None, (False,), (slot(offset), *moves))
+                return _View(dims, whole, is_whole=False, places=(slot(offset), *moves))
             if offset or not is_diagonal:
                 raise Refused("a write to what is no box of its array")
-            return _View(dims, whole, None, None, (False,), None, runs)
+            return _View(dims, whole, is_whole=False, runs=runs)
     else:
         order = None
     if order is not None:
         run = (slot(math.prod(shape)),), ((slot(offset), slot(math.prod(sizes)), 1),), ((0,),), order
-        return _View(dims, whole, run, None, (False,))
+        return _View(dims, whole, run, is_whole=False)
     assert found is not None
     ranges = tuple((slot(r.start), slot(r.taken), r.step) for r in found.ranges)
     access = tuple(map(slot, found.factors)), ranges, found.dims, ()
-    return _View(dims, whole, access, None, (found.is_whole,))
+    return _View(dims, whole, access, is_whole=found.is_whole)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -634,8 +577,9 @@ class PaddedProgram:
     place, are offsets in arrays of the first of two shapes, which are longer now, of the second. The numbers in
     `digits`, by place, are one more than `i // weight % size`, where i is the own run-time int at the place that
     precedes weight and size. Where the own run-time ints do not meet `limits`, a part runs over the end of a row, and
-    `exact`, which is not padded, is to run. `inputs` and `outputs` are the shapes that count, by place, of the arrays
-    that are longer. Its form was made for the first of the programs `samples`, and is what the others have in common.
+    the program that is padded is to run as it is. `inputs` and `outputs` are the shapes that count, by place, of the
+    arrays that are longer. Its form was made for the first of the programs `samples`, and is what the others have in
+    common.
     """
 
     program: Program
@@ -643,7 +587,6 @@ class PaddedProgram:
     moves: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
     digits: Mapping[int, tuple[int, int, int]]
     limits: Mapping[int, frozenset[Digit]]
-    exact: Program
     inputs: Mapping[int, tuple[int, ...]]
     outputs: Mapping[int, tuple[int, ...]]
     samples: tuple[Program, ...]
@@ -701,7 +644,6 @@ class PaddedForm:
                 for i, (place, shape, dim) in self._digits.items()
             },
             self._limits(known),
-            program,
             inputs,
             outputs,
             (self._first, *samples),
@@ -728,16 +670,15 @@ class PaddedForm:
 class Template:
     """The form that programs of one outline have in common, the latest first. Raises Refused where they have none."""
 
-    def __init__(self, shared: Outline, is_special: IsStructural, samples: Mapping[tuple[int, ...], Program]) -> None:
-        self._shared = shared
+    def __init__(self, is_special: IsStructural, samples: Mapping[tuple[int, ...], Program]) -> None:
         self._is_special = is_special
         self.samples = tuple(samples.values())
         if len({_shapes(program) for program in self.samples}) < 2:
             raise _NoSize("numbers change, and no size")
         columns = list(zip(*samples, strict=True))
-        sized = outline(self.samples[0], _SlotWriter(range(len(columns))), is_special)
+        sized = _with_slots(self.samples[0], range(len(columns)), is_special)
         fit = _Fit(self.samples, columns, {columns[i] for i in _starts_of(sized.calls)})
-        inputs = sum(map(len, shared.inputs))
+        inputs = sum(len(base.shape) for base in self.samples[0].inputs)
         self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(columns)]
         if not fit.variables:
             raise _NoSize("no size changes")
@@ -766,7 +707,7 @@ class Template:
             if self._most_elements(roomy, of=name) <= _MOST_ROOMY:
                 self._shortest = roomy
         self._is_wide = True  # a form is for all smaller sizes, too
-        self._sized: Outline | None = None  # with expressions for slots
+        self._sized: _SizedProgram | None = None  # with expressions for slots
         self._limits: dict[str, tuple[int, int]] = {}
         self._wholes: dict[str, str] = {}
         self._bounded: tuple[str, ...] | None = None  # the variables that capacities follow from; the others are places
@@ -824,7 +765,7 @@ class Template:
     def _form(self, program: Program, values: Mapping[str, int], *, is_new: bool) -> PaddedForm:
         """The form for these values of the variables; another thread may make it, too."""
         if self._sized is None:
-            sized = outline(program, _SlotWriter(self._slots), self._is_special)
+            sized = _with_slots(program, self._slots, self._is_special)
             self._limits, self._wholes, self._sized = _limits_of(sized.calls), _wholes_of(sized.calls), sized
         if self._bounded is not None:
             own = tuple([self._bound(name, values) for name in self._bounded])
@@ -1012,19 +953,15 @@ def _is_bucket(size: int) -> bool:
 class _Sample:
     """A program, and what its slots are once somebody asks."""
 
-    def __init__(self, program: Program, is_special: IsStructural) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
-        self._is_special = is_special
         self._slots: tuple[Outline, list[int]] | Refused | None = None
 
-    def slots(self, outlines: dict[Outline, Outline]) -> tuple[Outline, list[int]]:
-        """What `slots_of` gives, or raises; an outline that is among these is kept once."""
+    def slots(self, reader: _C.OutlineReader) -> tuple[Outline, list[int]]:
+        """Its outline and its slots; raises Refused where it has none."""
         if self._slots is None:
             try:
-                shared, slots = slots_of(self.program, self._is_special)
-                if len(outlines) >= _MOST_OUTLINES:
-                    outlines.clear()
-                self._slots = outlines.setdefault(shared, shared), slots
+                self._slots = reader.read(self.program)
             except Refused as error:
                 self._slots = error
         if isinstance(self._slots, Refused):
@@ -1037,11 +974,11 @@ class Layouts:
 
     def __init__(self, is_special: IsStructural) -> None:
         self._is_special = is_special
+        self._reader = _reader(is_special)
         self._lock = threading.Lock()  # guards what follows
         self._recent: deque[_Sample] = deque()
         self._num_ops = 0  # of these
         self._asked: _Sample | None = None  # the latest, which may be noted next
-        self._outlines: dict[Outline, Outline] = {}  # what equal ones are kept as
         self._templates: dict[Outline, list[Template]] = {}
         self._refusals = Refusals(_FEWEST_REFUSED, _MOST_OUTLINES)
         self._refused_sizes = Refusals(_FEWEST_OF_SIZES, _MOST_OUTLINES * _MOST_OF_OUTLINE)  # by lowerings
@@ -1058,7 +995,7 @@ class Layouts:
 
     def outline_of(self, program: Program) -> Outline:
         """What a program has in common with those that it may share a form with; raises Refused."""
-        return slots_of(program, self._is_special)[0]
+        return self._reader.read(program)[0]
 
     def pad(
         self,
@@ -1072,7 +1009,7 @@ class Layouts:
         sizes change, or Refused."""
         with self._lock:
             sample = self._asked = self._sample(program)
-        shared, slots = sample.slots(self._outlines)
+        shared, slots = sample.slots(self._reader)
         with self._lock:
             known = list(self._templates.get(shared, ()))
         sizes = shared, tuple(map(int.bit_length, slots))  # what a lowering refuses, it refuses of about these sizes
@@ -1108,10 +1045,10 @@ class Layouts:
     def pad_as(self, program: Program, samples: Iterable[Program], find: FindConditions) -> PaddedProgram:
         """The padded form of a program that another process made of these samples, for the first of them; raises
         Refused, or what `find` raises."""
-        shared, slots = slots_of(program, self._is_special)
-        first, *others = (_Sample(sample, self._is_special) for sample in samples)
-        template = Template(shared, self._is_special, self._samples(shared, {}, others, _MOST_SAMPLES))
-        for of_first, each in self._samples(shared, {}, [first], 1).items():
+        shared, slots = self._reader.read(program)
+        first, *others = map(_Sample, samples)
+        template = Template(self._is_special, self._samples(program, shared, {}, others, _MOST_SAMPLES))
+        for of_first, each in self._samples(program, shared, {}, [first], 1).items():
             template.pad(each, of_first, find)
         return template.pad(program, slots, find, is_new=False)
 
@@ -1126,27 +1063,32 @@ class Layouts:
                 yield functools.partial(_same, template), is_new
         with self._lock:
             found = [*map(self._sample, others), *reversed(self._recent)]
-        samples = self._samples(shared, {tuple(slots): program}, found, _MOST_COMPARED)
+        samples = self._samples(program, shared, {tuple(slots): program}, found, _MOST_COMPARED)
         differing = _differing(list(samples), _MOST_SAMPLES)
         latest = [list(itertools.islice(samples, count)) for count in (_FEWEST_SAMPLES, 2)]
         for chosen in dict.fromkeys(map(tuple, (differing, *latest))):
             latest_first = {slots: program for slots, program in samples.items() if slots in chosen}
-            yield functools.partial(Template, shared, self._is_special, latest_first), True
+            yield functools.partial(Template, self._is_special, latest_first), True
 
     def _sample(self, program: Program) -> _Sample:
         """A program with what was found out of it. Under the lock."""
         known = (sample for sample in (self._asked, *reversed(self._recent)) if sample and sample.program is program)
-        return next(known, None) or _Sample(program, self._is_special)
+        return next(known, None) or _Sample(program)
 
     def _samples(
-        self, shared: Outline, first: Mapping[tuple[int, ...], Program], others: Iterable[_Sample], most: int
+        self,
+        program: Program,
+        shared: Outline,
+        first: Mapping[tuple[int, ...], Program],
+        others: Iterable[_Sample],
+        most: int,
     ) -> dict[tuple[int, ...], Program]:
-        """The first ones, and others of this outline with other slots, each with its slots: so many at most."""
-        samples, names = dict(first), [call.name for call in shared.calls]
+        """The first ones, and others of a program's outline with other slots, each with its slots: so many at most."""
+        samples, names = dict(first), [op.name for op in program.ops]
         for other in others:
             if len(samples) < most and [op.name for op in other.program.ops] == names:
                 with contextlib.suppress(Refused):
-                    outlined, found = other.slots(self._outlines)
+                    outlined, found = other.slots(self._reader)
                     if outlined == shared:
                         samples.setdefault(tuple(found), other.program)
         return samples
@@ -1280,10 +1222,10 @@ def _digit_of(number: Size, digits: Mapping[str, _Digit]) -> _Digit | None:
 
 
 class _Maker:
-    """Makes the program of longer arrays; the outline has the expressions of the slots."""
+    """Makes the program of longer arrays out of one that has expressions for its slots."""
 
-    def __init__(self, program: Program, shared: Outline, find: Callable[[str], Bound]) -> None:
-        self._program, self._shared, self._find = program, shared, find
+    def __init__(self, program: Program, sized: _SizedProgram, find: Callable[[str], Bound]) -> None:
+        self._program, self._sized, self._find = program, sized, find
         self.bounds: dict[str, Bound] = {}  # of the variables that have needed some
         self._numbers: dict[Size, Lifted] = {}
         self._moves: dict[int, tuple[tuple[Leaf, ...], tuple[int, ...]]] = {}  # by run-time int, which is an offset
@@ -1292,14 +1234,14 @@ class _Maker:
 
     def make(self) -> PaddedForm:
         program = self._program
-        ops = tuple(itertools.starmap(self._op, zip(program.ops, self._shared.calls, strict=True)))
-        inputs = tuple(self.base(base, dims) for base, dims in zip(program.inputs, self._shared.inputs, strict=True))
+        ops = tuple(itertools.starmap(self._op, zip(program.ops, self._sized.calls, strict=True)))
+        inputs = tuple(self.base(base, dims) for base, dims in zip(program.inputs, self._sized.inputs, strict=True))
         made = replace(program, ops=ops, inputs=inputs, ints=program.ints + len(self._numbers))
-        shapes = {~i: (dims, -1, i) for i, dims in enumerate(self._shared.inputs)}
-        for i, (op, call) in enumerate(zip(program.ops, self._shared.calls, strict=True)):
+        shapes = {~i: (dims, -1, i) for i, dims in enumerate(self._sized.inputs)}
+        for i, (op, call) in enumerate(zip(program.ops, self._sized.calls, strict=True)):
             both = zip(results_of(op), call.made, strict=True)
             shapes.update((m.value, (view.shape, i, place)) for place, (m, view) in enumerate(both))
-        longer = tuple(i for i, dims in enumerate(self._shared.inputs) if _has_size(dims))
+        longer = tuple(i for i, dims in enumerate(self._sized.inputs) if _has_size(dims))
         found = ((k, *shapes[value]) for k, value in enumerate(program.outputs))
         outputs = tuple((k, op, place) for k, dims, op, place in found if _has_size(dims))
         return PaddedForm(
@@ -1363,8 +1305,8 @@ class _Maker:
             for size, run in zip(view.sizes, view.runs, strict=True)
         ):
             return view
-        offset = view.about[-1]
-        if not isinstance(offset, Lifted) or any(len(run) > 1 for run in view.runs):
+        offset = view.offset
+        if offset is None or any(len(run) > 1 for run in view.runs):
             raise Refused("a part of a diagonal")
         self._note_rows(view, offset)
         taken = {run[0][0]: (size, run[0][1]) for size, run in zip(view.sizes, view.runs, strict=True) if run}
@@ -1393,7 +1335,7 @@ class _Maker:
         if not _is_longer(view):
             return replace(write, **self.place(write, view)) if _has_size(view) else write
         view = self.placed(view)
-        if write.replaces and not view.about[-1] and view.access is not None:
+        if write.replaces and not view.is_whole and view.offset is None and view.access is not None:
             raise Refused("a write that leaves out elements")
         if write.dtype != write.base.dtype:
             raise Refused("a write of other elements")
@@ -1495,12 +1437,12 @@ class _PaddedOp:
         if isinstance(given, (tuple, list)):
             items = zip(given, outlined, strict=True)
             return tuple(self.argument(item, own, is_number=is_number) for item, own in items)
-        if isinstance(outlined, _Number) and isinstance(outlined.value, Size):
+        if isinstance(outlined, Size):
             if isinstance(given, Scalar):
-                return replace(given, value=self._maker.number(outlined.value))
+                return replace(given, value=self._maker.number(outlined))
             if is_number:
-                return self._maker.number(outlined.value)
-            return Symbolic(str(self.text(outlined.value)))
+                return self._maker.number(outlined)
+            return Symbolic(str(self.text(outlined)))
         return given
 
     def part(self, view: _View) -> PaddedExtent:

@@ -17,6 +17,7 @@
 #include "launch/signals.h"
 #include "record/inference_cache.h"
 #include "region/loop.h"
+#include "region/outline.h"
 #include "region/pieces.h"
 #include "region/program.h"
 #include "region/replay.h"
@@ -316,6 +317,7 @@ PYBIND11_MODULE(_C, m) {
   bind_engine_types(m);
   bind_direct(m);
   bind_replay(m);
+  bind_outline(m);
   bind_pieces(m);
   bind_process_group(m);
   m.def("register_ops", [](const py::list& rows) {

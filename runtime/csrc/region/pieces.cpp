@@ -11,6 +11,8 @@
 #include <cstring>
 #include <optional>
 
+#include "region/fields.h"
+
 namespace torchtpu {
 
 namespace {
@@ -21,56 +23,6 @@ constexpr size_t kFewestFills = 8;       // ops in a row that read nothing, as w
 constexpr size_t kMostFills = 256;       // which are pieces of so many
 constexpr size_t kMostKnown = 1 << 16;   // signs, and pieces, that have a number
 constexpr int64_t kNothing = INT64_MIN;  // where no value is taken
-
-struct Fields {
-  PyObject *name, *args, *results, *writes, *line, *settings, *value, *sizes, *strides, *offset, *dtype, *base, *kind,
-      *index, *wrapped, *seed, *arg, *element, *replaces, *ops, *inputs, *outputs, *donated, *type, *itemsize;
-  PyObject *operand, *lifted, *scalar, *random, *device;
-  Fields() {
-    for (auto [field, text] : std::initializer_list<std::pair<PyObject**, const char*>>{
-             {&name, "name"},        {&args, "args"},         {&results, "results"},   {&writes, "writes"},
-             {&line, "line"},        {&settings, "settings"}, {&value, "value"},       {&sizes, "sizes"},
-             {&strides, "strides"},  {&offset, "offset"},     {&dtype, "dtype"},       {&base, "base"},
-             {&kind, "kind"},        {&index, "index"},       {&wrapped, "wrapped"},   {&seed, "seed"},
-             {&arg, "arg"},          {&element, "element"},   {&replaces, "replaces"}, {&ops, "ops"},
-             {&inputs, "inputs"},    {&outputs, "outputs"},   {&donated, "donated"},   {&type, "type"},
-             {&itemsize, "itemsize"}}) {
-      *field = PyUnicode_InternFromString(text);
-    }
-    auto m = py::module_::import("torchtpu.runtime.ir.program");
-    auto keep = [](py::object found) { return found.release().ptr(); };
-    operand = keep(m.attr("Operand"));
-    lifted = keep(m.attr("Lifted"));
-    scalar = keep(m.attr("Scalar"));
-    random = keep(m.attr("Random"));
-    device = keep(py::module_::import("torch").attr("device"));
-  }
-};
-
-const Fields& fields() {
-  static auto* found = new Fields();
-  return *found;
-}
-
-py::object get(PyObject* object, PyObject* name) {
-  PyObject* found = PyObject_GetAttr(object, name);
-  if (!found) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(found);
-}
-
-bool is_a(PyObject* object, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type; }
-
-int64_t as_int(PyObject* object) {
-  int64_t found = PyLong_AsLongLong(object);
-  if (found == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return found;
-}
-
-bool is_small(PyObject* number) {
-  int is_beyond = 0;
-  PyLong_AsLongLongAndOverflow(number, &is_beyond);
-  return !is_beyond;
-}
 
 uint64_t finished(uint64_t hash) {
   hash ^= hash >> 33;
@@ -83,26 +35,6 @@ uint64_t finished(uint64_t hash) {
 uint64_t hash_of(const std::string& text, uint64_t hash = 0xcbf29ce484222325ull) {
   for (char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
   return hash;
-}
-
-template <class T>
-void put(std::string& text, T number) {
-  text.append(reinterpret_cast<const char*>(&number), sizeof number);
-}
-
-void put_text(std::string& text, PyObject* given) {
-  Py_ssize_t size = 0;
-  const char* data = PyUnicode_AsUTF8AndSize(given, &size);
-  if (data) {
-    put(text, static_cast<int64_t>(size));
-    text.append(data, size);
-    return;
-  }
-  PyErr_Clear();  // lone surrogates
-  auto bytes = py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(given, "utf-8", "surrogatepass"));
-  if (!bytes) throw py::error_already_set();
-  put(text, int64_t{-1});
-  text += std::string(bytes);
 }
 
 struct Dtype {
