@@ -13,20 +13,47 @@ namespace {
 
 const auto kBool = caffe2::TypeMeta::Make<bool>();
 
-struct RegionClasses {
-  py::object base, lifted, operand, scalar, random, result, write, op, program;
-  RegionClasses() {
-    auto m = py::module_::import("torchtpu.runtime.ir.program");
-    base = m.attr("Base");
-    lifted = m.attr("Lifted");
-    operand = m.attr("Operand");
-    scalar = m.attr("Scalar");
-    random = m.attr("Random");
-    result = m.attr("Result");
-    write = m.attr("Write");
-    op = m.attr("Op");
-    program = m.attr("Program");
+// A frozen dataclass with slots.  Instances are made as its own `__init__` makes them, a Python call each, of which a
+// region takes hundreds.
+class FrozenClass {
+ public:
+  explicit FrozenClass(py::object type) : type_(std::move(type)), fields_(type_.attr("__slots__")) {}
+
+  template <class... T>
+  py::object operator()(const T&... values) const {
+    auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
+    auto made = py::reinterpret_steal<py::object>(type->tp_alloc(type, 0));
+    if (!made) throw py::error_already_set();
+    TORCH_INTERNAL_ASSERT(sizeof...(values) <= fields_.size());
+    size_t i = 0;
+    (set(made, i++, as_object(values)), ...);
+    for (; i < fields_.size(); i++) set(made, i, py::none());
+    return made;
   }
+
+ private:
+  static py::object as_object(const py::object& given) { return given; }
+  template <class T>
+    requires(!std::is_base_of_v<py::object, T>)
+  static py::object as_object(const T& given) {
+    return py::cast(given);
+  }
+
+  void set(const py::object& made, size_t i, const py::object& value) const {
+    if (PyObject_GenericSetAttr(made.ptr(), PyTuple_GET_ITEM(fields_.ptr(), i), value.ptr())) {
+      throw py::error_already_set();
+    }
+  }
+
+  py::object type_;
+  py::tuple fields_;
+};
+
+struct RegionClasses {
+  py::module_ m = py::module_::import("torchtpu.runtime.ir.program");
+  py::object base = m.attr("Base");
+  FrozenClass lifted{m.attr("Lifted")}, operand{m.attr("Operand")}, scalar{m.attr("Scalar")}, random{m.attr("Random")},
+      result{m.attr("Result")}, write{m.attr("Write")}, op{m.attr("Op")}, program{m.attr("Program")};
 };
 
 const RegionClasses& classes() {
