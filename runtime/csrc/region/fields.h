@@ -15,7 +15,7 @@ struct Fields {
   PyObject *name, *args, *results, *writes, *line, *settings, *value, *sizes, *strides, *offset, *dtype, *base, *kind,
       *index, *wrapped, *seed, *arg, *element, *replaces, *ops, *inputs, *outputs, *donated, *type, *itemsize, *floats,
       *ints;
-  PyObject *operand, *lifted, *scalar, *random, *device;
+  PyObject *operand, *lifted, *scalar, *random, *result, *device;
   Fields() {
     for (auto [field, text] : std::initializer_list<std::pair<PyObject**, const char*>>{
              {&name, "name"},         {&args, "args"},         {&results, "results"},   {&writes, "writes"},
@@ -33,6 +33,7 @@ struct Fields {
     lifted = keep(m.attr("Lifted"));
     scalar = keep(m.attr("Scalar"));
     random = keep(m.attr("Random"));
+    result = keep(m.attr("Result"));
     device = keep(py::module_::import("torch").attr("device"));
   }
 };

@@ -1,4 +1,4 @@
-// What programs have in common is compared as bytes: each part of a program is written with what tells it from others.
+// What programs have in common is compared as bytes, in which each part follows from those before it.
 
 #include "region/outline.h"
 
@@ -36,6 +36,7 @@ class OutlineReading {
     put(text_, PyTuple_GET_SIZE(inputs.ptr()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs.ptr()); i++) input(PyTuple_GET_ITEM(inputs.ptr(), i));
     auto ops = get(program, f.ops);
+    put(text_, PyTuple_GET_SIZE(ops.ptr()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ops.ptr()); i++) op(PyTuple_GET_ITEM(ops.ptr(), i));
     put_ints(text_, get(program, f.outputs).ptr());
     put_ints(text_, get(program, f.donated).ptr());
@@ -61,20 +62,20 @@ class OutlineReading {
   void op(PyObject* given) {
     const Fields& f = fields();
     auto name = get(given, f.name);
-    text_ += '\n';
     put_text(text_, name.ptr());
     other(get(given, f.settings).ptr());
     auto args = get(given, f.args);
+    put(text_, PyTuple_GET_SIZE(args.ptr()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args.ptr()); i++) {
       argument(name.ptr(), i, PyTuple_GET_ITEM(args.ptr(), i));
     }
-    text_ += '>';
     auto results = get(given, f.results), writes = get(given, f.writes);
     bool is_in_order = PyTuple_GET_SIZE(writes.ptr()) < 2;
+    put(text_, PyTuple_GET_SIZE(results.ptr()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results.ptr()); i++) {
       result(PyTuple_GET_ITEM(results.ptr(), i), is_in_order);
     }
-    text_ += '=';
+    put(text_, PyTuple_GET_SIZE(writes.ptr()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(writes.ptr()); i++) {
       write(PyTuple_GET_ITEM(writes.ptr(), i), is_in_order);
     }
@@ -146,8 +147,7 @@ class OutlineReading {
     const Fields& f = fields();
     auto value = get(given, f.value), base = get(given, f.base), sizes = get(given, f.sizes);
     auto strides = get(given, f.strides);
-    py::object offset = py::int_(0);
-    if (role == Role::kArgument || PyObject_HasAttr(given, f.offset)) offset = get(given, f.offset);
+    py::object offset = is_a(given, f.result) ? py::object(py::int_(0)) : get(given, f.offset);
     bool is_lifted = is_a(offset.ptr(), f.lifted), is_argument = role == Role::kArgument;
     auto view = reader_.view_of(PyTuple_GET_ITEM(base.ptr(), 0), sizes.ptr(), strides.ptr(),
                                 is_lifted ? Py_None : offset.ptr(), is_argument && value.is_none(), is_argument);
@@ -156,6 +156,7 @@ class OutlineReading {
     put(text_, value.is_none() ? INT64_MIN : as_int(value.ptr()));
     put(text_, get(given, f.dtype).ptr());
     put(text_, PyTuple_GET_ITEM(base.ptr(), 1));
+    text_ += is_lifted ? 'o' : '-';
     if (is_lifted) put_lifted(text_, offset.ptr());
     for (int64_t number : view->slots) slot(number);
   }
@@ -169,6 +170,8 @@ class OutlineReading {
       text_ += ')';
     } else if (is_read) {
       tensor(given, Role::kMade);
+    } else {
+      text_ += 'M';
     }
   }
 
