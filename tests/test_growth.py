@@ -671,6 +671,7 @@ NUMBERS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "both bounds": lambda x, i: torch.randint(i + 1, 2 * i + 2, (8,), device=x.device) // (i + 1),
     "a diagonal": lambda x, i: x.triu(i - 12) + x.tril(i - 9),
     "a rank": lambda x, i: x.kthvalue(i + 1, 0).values,
+    "shifts": lambda x, i: x.roll((7 * i - 60, i), (0, 1)) - x.roll(30 - i),
 }
 
 

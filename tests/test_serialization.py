@@ -140,6 +140,22 @@ def test_dlpack_imports_into_tpu():
     assert torch.from_dlpack(capsule).tolist() == [2, 2]
 
 
+def test_a_capsule_of_a_part_of_a_tensor_is_that_part():
+    """What it becomes is a tensor over an address within another's storage."""
+
+    def exchanged(device: str) -> list[torch.Tensor]:
+        exchange = lambda x: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))
+        x, unread = torch.arange(24.0, device=device).view(4, 6), torch.arange(9, dtype=torch.int16, device=device)
+        exchange(x[1:, 2:5])[1:].add_(100)  # through a view that nothing looked at before
+        torch.add(x[0], 1, out=exchange(x[2]))
+        exchange(x.t()[3:]).mul_(2)
+        torch.empty(0, device=device).set_(exchange(x[3])).neg_()
+        return [x, exchange(x[2, 3]), exchange(x[3]).resize_(3), exchange(x[1:, 1:]).clone(), exchange(unread[3:])]
+
+    for own, expected in zip(exchanged("tpu"), exchanged("cpu"), strict=True):
+        assert own.tolist() == expected.tolist()
+
+
 def test_jax_reads_a_tpu_tensor():
     jax = pytest.importorskip("jax")
     x = torch.arange(3.0, device="tpu")

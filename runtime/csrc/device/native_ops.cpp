@@ -270,8 +270,8 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at
   if (!is_same) impl->generic_set_sizes_contiguous(size);
   if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   if (is_same) return self;  // PyTorch looks at the storage only where the sizes change
-  auto needed = static_cast<size_t>(self.storage_offset() + self.numel()) * self.element_size();
   auto* s = storage_of(self);
+  auto needed = static_cast<size_t>(self.storage_offset() + self.numel()) * self.element_size();
   if (self.numel() == 0 || needed <= s->nbytes()) return self;
   auto before = static_cast<int64_t>(s->nbytes() / self.element_size());
   resize_storage(*s, needed);
@@ -305,10 +305,10 @@ Tensor& set_storage_offset(Tensor& self, c10::Storage source, int64_t offset, at
   }
   impl->set_sizes_and_strides(size, strides, offset);
   if (self.numel() == 0) return self;
-  int64_t extent = offset + 1;
+  auto* s = storage_of(self);
+  int64_t extent = self.storage_offset() + 1;
   for (size_t i = 0; i < size.size(); i++) extent += (size[i] - 1) * strides[i];
   auto needed = static_cast<size_t>(extent) * self.element_size();
-  auto* s = storage_of(self);
   if (needed > s->nbytes()) resize_storage(*s, needed);
   show_elements(self);
   return self;

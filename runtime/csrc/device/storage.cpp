@@ -268,15 +268,21 @@ TpuStorage* storage_of(const at::Tensor& t) {
   auto* s = impl->unsafe_storage().unsafeGetStorageImpl();
   if (!is_foreign(s)) return static_cast<TpuStorage*>(s);
   c10::intrusive_ptr<TpuStorage> own;
+  auto address = reinterpret_cast<uint64_t>(s->data());
+  uint64_t behind = 0;  // bytes from the beginning of the storage to that of the foreign one, as of a view
   {
     StateGuard guard(state_lock);
-    TpuStorage* found = find_storage(reinterpret_cast<uint64_t>(s->data()));
+    TpuStorage* found = find_storage(address);
     auto* alive = found ? c10::raw::weak_intrusive_ptr::lock(found) : nullptr;  // it may be dying
-    if (alive) own = c10::intrusive_ptr<TpuStorage>::reclaim(static_cast<TpuStorage*>(alive));
+    if (alive) {
+      own = c10::intrusive_ptr<TpuStorage>::reclaim(static_cast<TpuStorage*>(alive));
+      behind = address - own->address;
+    }
   }
-  TORCH_CHECK(own, "tpu: a tensor over a storage that this backend did not create");
+  TORCH_CHECK(own && behind % impl->itemsize() == 0, "tpu: a tensor over a storage that this backend did not create");
   auto* result = own.get();
   impl->set_storage_keep_dtype(c10::Storage(std::move(own)));
+  impl->set_storage_offset(impl->storage_offset() + static_cast<int64_t>(behind / impl->itemsize()));
   return result;
 }
 

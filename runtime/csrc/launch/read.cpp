@@ -34,8 +34,7 @@ Reading::Reading(const at::Tensor& t, bool may_read_beside)
       is_conj_(t.is_conj()),
       is_neg_(t.is_neg()),
       sizes_(t.sizes().vec()),
-      strides_(t.strides().vec()),
-      offset_(t.storage_offset()) {
+      strides_(t.strides().vec()) {
   check_running();
   if (t.numel() == 0) return;
   if (reads_are_observed.load(std::memory_order_relaxed)) {
@@ -43,6 +42,7 @@ Reading::Reading(const at::Tensor& t, bool may_read_beside)
     line_ = current_line();
   }
   auto* s = storage_of(t);
+  offset_ = t.storage_offset();
   value_ = may_read_beside ? materialize_to_read(s) : ReadValue{materialize(s, "read")};
 }
 

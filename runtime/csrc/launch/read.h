@@ -22,7 +22,7 @@ class Reading {
   at::TensorOptions options_;
   bool is_conj_, is_neg_;
   std::vector<int64_t> sizes_, strides_;
-  int64_t offset_;
+  int64_t offset_ = 0;
   ReadValue value_;
   double started_ = 0;  // of an observed read
   std::string line_;

@@ -79,9 +79,10 @@ std::vector<Place> places_of(const OpInfo& info, const IValue* args) {
       places.push_back({storage_of(t), 0, 0, arg, element});
       return;
     }
+    auto* storage = storage_of(t);  // the offset is in this one from now on
     int64_t last = t.storage_offset(), itemsize = static_cast<int64_t>(t.element_size());
     for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
-    places.push_back({storage_of(t), t.storage_offset() * itemsize, (last + 1) * itemsize, arg, element});
+    places.push_back({storage, t.storage_offset() * itemsize, (last + 1) * itemsize, arg, element});
   };
   for (size_t i = 0; i < info.args.size(); i++) {
     if (args[i].isTensor()) add(args[i].toTensor(), i, 0);

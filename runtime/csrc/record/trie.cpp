@@ -251,8 +251,8 @@ TensorKey make_tensor_key(Recorder& r, const at::Tensor& t) {
   return key;
 }
 
-bool make_list_key(Recorder& r, const IValue& v, ArgKey& key) {
-  if (v.isIntList()) {
+bool make_list_key(Recorder& r, const ArgInfo& arg, const IValue& v, ArgKey& key) {
+  if (v.isIntList() && (!arg.is_liftable || v.toIntList().empty())) {
     key.kind = ArgKey::kInts;
     key.ints = v.toIntVector();
     return true;
@@ -289,7 +289,7 @@ bool make_list_key(Recorder& r, const IValue& v, ArgKey& key) {
   return true;
 }
 
-bool make_key(Recorder& r, const IValue& v, ArgKey& key) {
+bool make_key(Recorder& r, const ArgInfo& arg, const IValue& v, ArgKey& key) {
   if (v.isNone() || (v.isTensor() && !v.toTensor().defined())) {
     key.kind = ArgKey::kNone;
     return true;
@@ -310,7 +310,7 @@ bool make_key(Recorder& r, const IValue& v, ArgKey& key) {
     key.kind = ArgKey::kNumber;
     return true;
   }
-  if (v.isList()) return make_list_key(r, v, key);
+  if (v.isList()) return make_list_key(r, arg, v, key);
   key.kind = ArgKey::kOther;
   key.other = v;
   return true;
@@ -358,7 +358,7 @@ bool make_keys(Recorder& r, const OpInfo& info, const IValue* args, std::vector<
     auto& key = keys.emplace_back();
     if (static_cast<int>(i) == info.generator_arg) {
       key.kind = ArgKey::kRandom;
-    } else if (!make_key(r, args[i], key)) {
+    } else if (!make_key(r, info.args[i], args[i], key)) {
       return false;
     }
   }

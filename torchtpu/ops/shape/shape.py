@@ -47,7 +47,7 @@ def rot90(x, k=1, dims=(0, 1)):
     return jnp.rot90(x, operator.index(k), tuple(dims))  # of one that changes jax would take every quarter for the last
 
 
-@lowering("roll")
+@lowering("roll", ints=("shifts",))
 def roll(x, shifts, dims=()):
     if x.size == 0 or x.ndim == 0:
         return x
