@@ -686,6 +686,41 @@ def test_a_number_that_keeps_changing_compiles_nothing(name: str) -> None:
     assert compiled[-1] == compiled[7]
 
 
+def _written_at_its_end(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[len(h) :] = 5
+    h[:0] += 1
+    h.view(-1)[3 * len(h) :].zero_()
+    return h
+
+
+WITHOUT_ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "put together": lambda h: torch.cat([h[:0], h, h[len(h) :]]),
+    "columns": lambda h: (h[:0] * 2)[:, 1:].sum(0) + h[:, 1:],
+    "split": lambda h: torch.cat(h.split([0, len(h)])) + F.pad(h[:0], (1, 1)).sum(),
+    "written": _written_at_its_end,
+    "added": lambda h: h.index_add(0, torch.zeros(0, dtype=torch.long, device=h.device), h[:0]),
+    "at a place that changes": lambda h: h + h[len(h) // 2 : len(h) // 2].sum(0),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ELEMENTS)
+def test_tensors_without_elements_are_padded_beside_others(name: str) -> None:
+    def loop(device: str) -> list[Tensor]:
+        rng, weight = random.Random(3), torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(device)
+        weight.requires_grad_()
+        found = []
+        for _ in range(12):
+            x = torch.rand(rng.randint(2, 30), 4, generator=torch.Generator().manual_seed(len(found))).to(device)
+            made = WITHOUT_ELEMENTS[name](torch.tanh(x @ weight))
+            found += [made.detach().cpu(), torch.autograd.grad(made.square().sum(), weight)[0].cpu()]
+        return found
+
+    compiled, padded = same_on_both(loop, rtol=1e-4, atol=1e-5)
+    assert compiled <= 8
+    assert padded >= 14
+
+
 def test_a_product_of_less_than_a_size_is_written_without_parentheses() -> None:
     """`jax.export.symbolic_shape` reads none."""
     size = Size(((16, (("x", 0), ("y", -1), ("y", 2))),), 3)

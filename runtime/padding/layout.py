@@ -246,7 +246,8 @@ class _View(NamedTuple):
     Where `runs` is not None, it lies at a run-time offset, or at the beginning and is no such part as a diagonal is
     none: each of its dimensions runs over these dimensions of its array at once, in these steps, or has one element.
     Where `strides` is not None, it lies at a run-time offset, and runs over none. Where `places` is not None, it is no
-    such part: these are its offset and strides. `offset` is the run-time one.
+    such part: these are its offset and strides. `offset` is the run-time one. Where it `is_empty`, it has no elements,
+    and lies anywhere.
     """
 
     shape: tuple[Leaf, ...]
@@ -257,6 +258,7 @@ class _View(NamedTuple):
     places: tuple[Leaf, ...] | None = None
     runs: tuple[Run, ...] | None = None
     offset: Lifted | None = None
+    is_empty: bool = False
 
 
 class _PaddedCall(NamedTuple):
@@ -358,13 +360,13 @@ def _geometry(
     if is_zero:  # zeros of any shape
         return _View(whole, whole)
     dims = _dims(shape, slot)
+    if 0 in sizes:
+        return _View(dims, whole, is_whole=sizes == shape, is_empty=sizes != shape)
     if offset is None:
         runs = _runs_over(shape, sizes, strides)
         return _View(dims, whole, strides=tuple(map(slot, strides)) if runs is None else None, runs=runs)
     if sizes == shape and offset == 0 and _is_dense(sizes, strides):
         return _View(dims, whole)
-    if 0 in sizes or 0 in shape:
-        raise Refused("an empty view")
     runs = _runs_over(shape, sizes, strides)
     is_diagonal = runs is not None and any(len(run) > 1 for run in runs)
     found = None if is_diagonal else find_access(shape, sizes, strides, offset)
@@ -396,8 +398,9 @@ def _known_geometry(*of: Any) -> tuple[_View, tuple[int, ...]]:
 
 
 def _dims(sizes: tuple[int, ...], slot: Callable[[int], Leaf]) -> tuple[Leaf, ...]:
-    """Dimensions as slots, but for those of one element: these are broadcast, and stand in programs of their own."""
-    return tuple(1 if size == 1 else slot(size) for size in sizes)
+    """Dimensions as slots, but for those of one element, which are broadcast, and of none: these stand in programs of
+    their own."""
+    return tuple(size if size < _LEAST_SIZE else slot(size) for size in sizes)
 
 
 def _runs_over(shape: tuple[int, ...], sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Run, ...] | None:
@@ -1332,6 +1335,8 @@ class _Maker:
         return Size(((1, ((name, 0),)),), -1)
 
     def _write(self, write: Write, view: _View) -> Write:
+        if view.is_empty:
+            return replace(write, **self.nowhere(write, view))
         if not _is_longer(view):
             return replace(write, **self.place(write, view)) if _has_size(view) else write
         view = self.placed(view)
@@ -1345,6 +1350,12 @@ class _Maker:
             raise Refused("a view at a place that changes")
         base = self.base(write.base, view.shape)
         return replace(write, sizes=base.shape, strides=row_major(base.shape), offset=0, base=base, replaces=True)
+
+    def nowhere(self, made: Operand | Write, view: _View) -> dict[str, Any]:
+        """The array of a tensor without elements, which may begin anywhere in it."""
+        if _has_size(view.sizes):
+            raise Refused("sizes that change in a tensor without elements")
+        return {"base": self.base(made.base, view.shape), "offset": 0}
 
     def place(self, made: Operand | Write, view: _View) -> dict[str, Any]:
         """The array and the offset of a tensor that is not longer."""
@@ -1482,6 +1493,9 @@ class _PaddedOp:
         if not _has_size(view):
             self.reads.append(None)
             return given
+        if view.is_empty:
+            self.reads.append(None)
+            return replace(given, **self._maker.nowhere(given, view))
         if not _is_longer(view):
             self.reads.append(None)
             return replace(given, **self._maker.place(given, view))

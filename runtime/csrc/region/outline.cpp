@@ -53,8 +53,9 @@ class OutlineReading {
     put(text_, PyTuple_GET_SIZE(shape));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shape); i++) {
       int64_t size = as_int(PyTuple_GET_ITEM(shape, i));
-      text_ += size == 1 ? '1' : 's';
-      if (size != 1) slot(size);
+      bool is_slot = size > 1;  // see `_dims` in runtime.padding.layout
+      text_ += is_slot ? 's' : static_cast<char>('0' + size);
+      if (is_slot) slot(size);
     }
     put(text_, PyTuple_GET_ITEM(base, 1));
   }
