@@ -694,6 +694,25 @@ def _written_at_its_end(h: Tensor) -> Tensor:
     return h
 
 
+def test_a_convolution_may_be_padded_by_a_size_that_changes() -> None:
+    """As where it is causal, or is an autocorrelation."""
+
+    def loop(device: str) -> list[Tensor]:
+        rng, weight = random.Random(5), torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)).to(device)
+        weight.requires_grad_()
+        found = []
+        for _ in range(14):
+            x = torch.rand(2, 3, rng.randint(3, 30), generator=torch.Generator().manual_seed(len(found))).to(device)
+            made = F.conv1d(x, weight, padding=x.shape[2] - 1)
+            found += [made.detach().cpu(), torch.autograd.grad(made.square().sum(), weight)[0].cpu()]
+            found.append(F.conv1d(x, x.flip(-1), padding=x.shape[2] - 1).cpu())
+        return found
+
+    compiled, padded = same_on_both(loop, rtol=1e-4, atol=1e-4)
+    assert compiled <= 12
+    assert padded >= 24
+
+
 WITHOUT_ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "put together": lambda h: torch.cat([h[:0], h, h[len(h) :]]),
     "columns": lambda h: (h[:0] * 2)[:, 1:].sum(0) + h[:, 1:],

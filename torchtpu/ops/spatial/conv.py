@@ -43,6 +43,9 @@ def _window(rank: int, stride: Any, padding: Any, dilation: Any, transposed: boo
 
 
 def _convolve(x: Any, weight: Any, window: _Window, groups: int, ctx: Any) -> Any:
+    if not is_known(*itertools.chain(*window.padding)):  # jax's convolution takes ints
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *((*p, 0) for p in window.padding)])
+        window = window._replace(padding=((0, 0),) * len(window.padding))
     if ctx.platform == "cpu" and not jnp.issubdtype(x.dtype, jnp.complexfloating):
         return _convolve_on_cpu(x, weight, window, groups, ctx)
     return _xla(x, weight, window, groups, ctx)
