@@ -713,6 +713,41 @@ def test_a_convolution_may_be_padded_by_a_size_that_changes() -> None:
     assert padded >= 24
 
 
+def test_room_is_given_by_what_is_read_of_arrays_too() -> None:
+    """Few elements on a line may be many as a square that is long either way."""
+
+    def loop(device: str) -> list[Tensor]:
+        rng, generator = random.Random(1), torch.Generator().manual_seed(0)
+        found = []
+        for _ in range(8):
+            a = rng.randint(2, 7)
+            x = torch.rand(a * (a + 4), generator=generator).to(device)
+            found.append(x.view(a, a + 4).sum(0).cpu())
+        return found
+
+    with padded_forms() as forms:
+        same_on_both(loop)
+    bounds = [op.padding.bounds for form in forms for op in form.program.ops if op.padding is not None]
+    assert bounds
+    assert all(math.prod(capacity for *_, capacity in each) <= 1 << 13 for each in bounds)
+
+
+def test_small_sizes_are_short_where_many_of_them_make_much() -> None:
+    def loop(device: str) -> list[Tensor]:
+        rng, generator = random.Random(2), torch.Generator().manual_seed(0)
+        found = []
+        for _ in range(8):
+            x = torch.rand([rng.randint(2, 4) for _ in range(6)], generator=generator).to(device)
+            found.append(x.cos().cumsum(1).sum((0, 2)).cpu())
+        return found
+
+    with padded_forms() as forms:
+        same_on_both(loop)
+    shapes = [base.shape for form in forms for base in form.program.inputs]
+    assert shapes
+    assert all(math.prod(shape) < 8**6 for shape in shapes)
+
+
 WITHOUT_ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "put together": lambda h: torch.cat([h[:0], h, h[len(h) :]]),
     "columns": lambda h: (h[:0] * 2)[:, 1:].sum(0) + h[:, 1:],

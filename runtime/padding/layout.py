@@ -57,14 +57,14 @@ from torchtpu.runtime.ir.values import bases_of, operands
 from .ask import Askable
 from .refusals import Refusals, Refused, RefusedAgain
 
-# The shortest dimension in memory: one that saves programs, and one that saves work where the largest array would have
-# so many elements, or fewer if a size seems to stay so small.
-_LEAST_CAPACITY, _SHORT_CAPACITY = 32, 8
+# The shortest dimension in memory: one that saves programs, one that saves work where the largest array would have so
+# many elements, or fewer if a size seems to stay so small, and one where it would still have so many.
+_LEAST_CAPACITY, _SHORT_CAPACITY, _SHORTEST_CAPACITY = 32, 8, 4
 _MANY_ELEMENTS, _FEW_ELEMENTS = 1 << 18, 1 << 12
 # Where the largest array has so few elements, computing what does not count costs less than a program of its own, and
 # these capacities are left out.
 _FEWEST_PROGRAMS, _LEFT_OUT = 1 << 14, (16, 64)
-# The shortest dimension of a size where no array that depends on it then has more elements than so many.
+# The shortest dimension of a size where no array or tensor that depends on it then has more elements than so many.
 _ROOMY_CAPACITY, _MOST_ROOMY = 128, 1 << 13
 # Above it capacities are an eighth of a power of two apart, where arrays are not few elements.
 _WIDEST_DOUBLING = 1024
@@ -699,9 +699,12 @@ class Template:
         self._sizes = {size: _at(where) for size, where in places.items()}
         self._values = fit.variables
         self._behind = {name: self._longest(name) for name in fit.variables}
-        self._shapes = self._shapes_of(fit)
+        self._shapes = self._shapes_of(fit, lambda program: [base.shape for base in bases_of(program).values()])
+        self._read_shapes = self._shapes_of(fit, lambda p: [read.sizes for op in p.ops for read in operands(op)])
         elements = self._most_elements({})
         self._shortest = {name: self._capacity_of(name, values, elements) for name, values in fit.variables.items()}
+        if self._most_elements(self._shortest) >= _MANY_ELEMENTS:
+            self._shortest = dict.fromkeys(fit.variables, _SHORTEST_CAPACITY)
         elements = self._most_elements(self._shortest)
         self._left_out = _LEFT_OUT if elements <= _FEWEST_PROGRAMS else ()
         self._widest = _WIDEST_DOUBLING if 2 * elements > _MANY_ELEMENTS else _MOST_SIZE
@@ -812,20 +815,22 @@ class Template:
             self._largest[bounds] = max(map(math.prod, sizes), default=1)
         return self._largest[bounds]
 
-    def _shapes_of(self, fit: _Fit) -> set[tuple[Leaf, ...]]:
-        """The shapes of arrays that change."""
+    def _shapes_of(self, fit: _Fit, shapes_of: Callable[[Program], Iterable[tuple[int, ...]]]) -> set[tuple[Leaf, ...]]:
+        """Of shapes that each program has as many of those that change."""
         found = set()
-        for bases in zip(*(bases_of(program).values() for program in self.samples), strict=True):
-            found.add(tuple(map(fit.known, zip(*(base.shape for base in bases), strict=True))))
+        for shapes in zip(*map(shapes_of, self.samples), strict=True):
+            found.add(tuple(map(fit.known, zip(*shapes, strict=True))))
         return {shape for shape in found if any(isinstance(size, Size) for size in shape)}
 
     def _most_elements(self, shortest: Mapping[str, int], of: str = "") -> int:
-        """How many the largest array has, at least, where sizes are so short in memory, of those that depend on one."""
+        """How many the largest array has, at least, where sizes are so short in memory; or the largest array or tensor
+        that depends on one of them."""
         longest = {
             name: padded_capacity(max(self._values[name]) + self._behind[name], shortest.get(name, _LEAST_CAPACITY))
             for name in self._homes
         }
-        shapes = (s for s in self._shapes if not of or any(isinstance(d, Size) and of in d.variables for d in s))
+        depends = lambda s: any(isinstance(d, Size) and of in d.variables for d in s)
+        shapes = filter(depends, self._shapes | self._read_shapes) if of else self._shapes
         sizes = ([d.value(longest) if isinstance(d, Size) else d for d in shape] for shape in shapes)
         return max(map(math.prod, sizes), default=0)
 
