@@ -587,7 +587,9 @@ void run_on_meta(const OpInfo& info, const c10::OperatorHandle& op, Stack* stack
   if (op.schema().is_mutable()) return run_with_outputs(info, op, stack);
   Stack args = *stack;
   op.callBoxed(stack);
-  if (!op.hasTag(at::Tag::pointwise) || stack->size() != 1 || !stack->back().isTensor()) return;
+  bool is_on_elements =
+      op.hasTag(at::Tag::pointwise) || is_any_of(base_name(info), {"hardswish_backward", "hardtanh_backward"});
+  if (!is_on_elements || stack->size() != 1 || !stack->back().isTensor()) return;
   at::Tensor result = laid_out_by_iterator(info, args, stack->back().toTensor().scalar_type());
   if (result.defined() && result.sizes() == stack->back().toTensor().sizes()) stack->back() = result;
 }
@@ -741,8 +743,8 @@ bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Infer
 void lay_out_as_kernels_do(const OpInfo& info, Inferred& inferred) {
   std::string_view name = base_name(info);
   bool is_batch_norm = name.find("batch_norm") != std::string_view::npos;
-  if (!is_batch_norm && !is_any_of(name, {"glu_backward", "huber_loss_backward", "log_sigmoid_forward",
-                                          "nll_loss2d_forward", "normal", "smooth_l1_loss_backward"}))
+  if (!is_batch_norm && !is_any_of(name, {"glu_backward", "huber_loss_backward", "log_sigmoid_forward", "nll_loss2d_forward",
+                                    "normal", "smooth_l1_loss_backward"}))
     return;
   for (size_t i = 0; i < info.return_alias.size(); i++) {
     IValue& result = inferred.results[i];
