@@ -136,6 +136,20 @@ def test_results_of_rearranged_arguments_are_laid_out_as_on_the_cpu(
     assert made["tpu"].stride() == made["cpu"].stride()
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (3, 2, 4)])
+def test_what_is_read_at_indices_lies_as_these_do(shape: tuple[int, ...]) -> None:
+    def strides(device: str) -> list[tuple[int, ...]]:
+        x = torch.ones(4, 3, 2, device=device)
+        lying = [torch.ones(shape, dtype=torch.long, device=device)]
+        lying.append(torch.ones(shape[::-1], dtype=torch.long, device=device).permute(*range(len(shape))[::-1]))
+        found = [x[:, index].stride() for index in lying]
+        for one, other in itertools.product(lying, lying):
+            found += [x[one, other].stride(), x[one, :, other].stride(), x.mT[:, one, other].stride()]
+        return found
+
+    assert strides("tpu") == strides("cpu")
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 4, 5, 6)])
 def test_batches_are_normalized_in_the_memory_format_they_have(shape: tuple[int, ...]) -> None:
     channels_last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d

@@ -339,7 +339,7 @@ def _view(
     is_zero: bool = False,
     is_read: bool = False,
 ) -> _View:
-    if type(offset) is Lifted:
+    if isinstance(offset, Lifted):
         view = _geometry(base.shape, sizes, strides, None, is_zero, is_read, slot=slot)
         return view._replace(offset=offset)
     return _geometry(base.shape, sizes, strides, offset, is_zero, is_read, slot=slot)

@@ -109,7 +109,8 @@ inline bool is_lazy(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->key_set().has_any(marks);
 }
 // The storage of a tpu tensor.  Legacy unpickling wraps our address in a plain StorageImpl, and a DLPack capsule of a
-// view one within our bytes: the address finds the real one, and the tensor is moved onto it.  Throws for a storage this backend did not make.  Takes state_lock for that.
+// view one within our bytes: the address finds the real one, and the tensor is moved onto it.  Throws for a storage
+// this backend did not make.  Takes state_lock for that.
 TpuStorage* storage_of(const at::Tensor& t);
 // The same for a tensor that has been asked for its storage before; with or without state_lock.
 TpuStorage* own_storage_of(const at::Tensor& t);

@@ -743,8 +743,8 @@ bool infer_with_outputs(const OpInfo& info, const c10::OperatorHandle& op, Infer
 void lay_out_as_kernels_do(const OpInfo& info, Inferred& inferred) {
   std::string_view name = base_name(info);
   bool is_batch_norm = name.find("batch_norm") != std::string_view::npos;
-  if (!is_batch_norm && !is_any_of(name, {"glu_backward", "huber_loss_backward", "log_sigmoid_forward", "nll_loss2d_forward",
-                                    "normal", "smooth_l1_loss_backward"}))
+  if (!is_batch_norm && !is_any_of(name, {"glu_backward", "huber_loss_backward", "log_sigmoid_forward",
+                                          "nll_loss2d_forward", "normal", "smooth_l1_loss_backward"}))
     return;
   for (size_t i = 0; i < info.return_alias.size(); i++) {
     IValue& result = inferred.results[i];

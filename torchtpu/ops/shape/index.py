@@ -39,34 +39,38 @@ def _is_mask(index: Any) -> bool:
     return index is not None and index.dtype in (bool, jnp.uint8)
 
 
-def _read_at_one(self: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """A read of a contiguous tensor at one index; None where the op is something else, or an error."""
+def _read_plainly(self: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """A read of a contiguous tensor at one index, or at several of one shape for dimensions in a row; None where the op
+    is something else, or an error."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or len(indices) > self.dim() or not self.is_contiguous() or self.numel() == 0:
+    if not given or len(indices) > self.dim() or not self.is_contiguous() or self.numel() == 0:
         return None
-    dim, index = given[0]
-    if index.dtype not in (torch.int64, torch.int32) or index.numel() == 0:
+    (first, index), (last, _) = given[0], given[-1]
+    if any(i.dtype not in (torch.int64, torch.int32) or i.numel() == 0 for _, i in given):
         return None
-    shape = (*self.shape[:dim], *index.shape, *self.shape[dim + 1 :])
+    if last - first + 1 != len(given) or any(i.shape != index.shape or not i.is_contiguous() for _, i in given):
+        return None
+    shape = (*self.shape[:first], *index.shape, *self.shape[last + 1 :])
     return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 def _infer_index(self: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
     """What the meta kernel says, which is Python and slow."""
-    found = _read_at_one(self, indices)
+    found = _read_plainly(self, indices)
     return torch.ops.aten.index.Tensor(self, indices) if found is None else found
 
 
 def _infer_masked_index(
     self: torch.Tensor, mask: torch.Tensor, indices: list[torch.Tensor | None], fill: Any
 ) -> torch.Tensor:
-    found = None if mask.dtype is not torch.bool else _read_at_one(self, indices)
+    found = None if mask.dtype is not torch.bool else _read_plainly(self, indices)
     if found is not None and torch.broadcast_shapes(found.shape, mask.shape) == found.shape:
         return found
     return torch.ops.aten._unsafe_masked_index(self, mask, indices, fill)
 
 
-@lowering("index.Tensor", "_unsafe_index.Tensor", infer=_infer_index)
+@lowering("index.Tensor")
+@lowering("_unsafe_index.Tensor", infer=_infer_index)
 def index_tensor(x, indices, *, ctx):
     assert not any(map(_is_mask, indices)), "the shape of a read at a mask depends on data"
     where = [None if i is None else _wrapped_at(ctx, i, x, d) for d, i in enumerate(indices)]
