@@ -253,7 +253,17 @@ def renorm(x, p, dim, maxnorm, *, ctx):
     return opmath(x) * jnp.where(size > maxnorm, maxnorm / (size + 1e-7), 1)
 
 
-@lowering("logsumexp")
+def _infer_logsumexp(x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
+    """What the meta kernel says, which is many ops in Python."""
+    dims, rank = (dim,) if isinstance(dim, int) else tuple(dim or ()), x.dim()
+    is_usual = x.is_contiguous() and x.is_floating_point() and x.numel() > 0 and dims
+    if not is_usual or not all(-rank <= d < rank for d in dims) or len({d % rank for d in dims}) < len(dims):
+        return torch.ops.aten.logsumexp(x, dims, keepdim)
+    gone = axes(dims, rank)
+    return x.new_empty([1 if d in gone else n for d, n in enumerate(x.shape) if keepdim or d not in gone])
+
+
+@lowering("logsumexp", infer=_infer_logsumexp)
 def logsumexp(x, dim, keepdim=False):
     x, dims = opmath(x.astype(jnp.float32) if _integral(x) else x), axes(dim, x.ndim)
     if x.size == 0:
