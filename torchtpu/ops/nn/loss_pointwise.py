@@ -91,7 +91,15 @@ def smooth_l1_loss(self, target, reduction=MEAN, beta=1.0, *, ctx):
     return reduced(jnp.where(gap < beta, 0.5 * gap * gap / beta, gap - 0.5 * beta), reduction)
 
 
-@lowering("smooth_l1_loss_backward", structural={"beta": (0.0,)}, lifts=True)
+def _infer_smooth_l1_loss_backward(
+    grad: torch.Tensor, self: torch.Tensor, target: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    if not grad.dtype == self.dtype == target.dtype:
+        return torch.ops.aten.smooth_l1_loss_backward(grad, self, target, *rest)
+    return self.new_empty(torch.broadcast_shapes(grad.shape, self.shape, target.shape))
+
+
+@lowering("smooth_l1_loss_backward", structural={"beta": (0.0,)}, lifts=True, infer=_infer_smooth_l1_loss_backward)
 def smooth_l1_loss_backward(grad_output, self, target, reduction, beta, *, ctx):
     grad, x, y = _computed(ctx, grad_output, self, target)
     gap = x - y
@@ -129,7 +137,17 @@ def binary_cross_entropy_backward(grad_output, self, target, weight=None, reduct
     return _shared(grad, slope if weight is None else slope * weight, reduction)
 
 
-@lowering("binary_cross_entropy_with_logits")
+def _infer_cross_entropy_with_logits(
+    self: torch.Tensor, target: torch.Tensor, weight: Any = None, pos_weight: Any = None, reduction: int = MEAN
+) -> torch.Tensor:
+    """What the meta kernel says, which is many ops in Python."""
+    is_alike = self.is_floating_point() and self.dtype == target.dtype and self.shape == target.shape
+    if reduction == NONE or not is_alike or weight is not None or pos_weight is not None:
+        return torch.ops.aten.binary_cross_entropy_with_logits(self, target, weight, pos_weight, reduction)
+    return self.new_empty(())
+
+
+@lowering("binary_cross_entropy_with_logits", infer=_infer_cross_entropy_with_logits)
 def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=MEAN, *, ctx):
     x, y, weight, pos_weight = _computed(ctx, self, target, weight, pos_weight)
     log_sigmoid = jax.nn.log_sigmoid(x)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._prims_common import get_computation_dtype
 
-from torchtpu.ops.registry import jnp, lax, lowering, opmath, suggest_memory_format
+from torchtpu.ops.registry import jnp, lax, like, lowering, opmath, suggest_memory_format
 
 
 def _statistics(x: Any, axes: tuple[int, ...], eps: Any) -> tuple[Any, Any]:
@@ -109,7 +109,35 @@ def _infer_group_norm(input: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, to
     if not input.is_contiguous(memory_format=suggest_memory_format(input)):
         raise RuntimeError("Expected X.is_contiguous(memory_format) to be true, but got false.")
     refuse_mixed(input, *rest[:2])
-    return torch.ops.aten.native_group_norm(input, *rest)
+    if _is_usual_group_norm((input,), *rest[:6]):
+        mean, rstd = (input.new_empty(rest[2], rest[5]) for _ in range(2))
+    else:
+        _, mean, rstd = torch.ops.aten.native_group_norm(input, *rest)
+    return like(input, memory_format=suggest_memory_format(input)), mean, rstd
+
+
+def _is_usual_group_norm(images: tuple[Any, ...], weight: Any, bias: Any, N: int, C: int, HxW: int, group: int) -> bool:
+    """Whether the shapes follow without PyTorch's meta kernels, which are many ops in Python."""
+    dtype, channels = images[0].dtype, [t for t in (weight, bias) if t is not None]
+    return (
+        dtype in (torch.float32, torch.float64)
+        and all(t.dtype == dtype for t in (*images, *channels))
+        and all(t.shape[:2] == (N, C) and t.numel() == N * C * HxW > 0 for t in images)
+        and all(t.shape == (C,) for t in channels)
+        and group > 0
+        and C % group == 0
+    )
+
+
+def _infer_group_norm_backward(
+    grad: Any, input: Any, mean: Any, rstd: Any, weight: Any, N: int, C: int, HxW: int, group: int, wanted: Any
+) -> tuple[torch.Tensor | None, ...]:
+    images = grad, input
+    if not _is_usual_group_norm(images, weight, None, N, C, HxW, group) or not all(t.is_contiguous() for t in images):
+        arguments = *images, mean, rstd, weight, N, C, HxW, group, wanted
+        return tuple(torch.ops.aten.native_group_norm_backward(*arguments))
+    shapes = input.shape, (C,), (C,)
+    return tuple(input.new_empty(shape) if is_wanted else None for shape, is_wanted in zip(shapes, wanted, strict=True))
 
 
 @lowering("native_group_norm", infer=_infer_group_norm)
@@ -127,7 +155,7 @@ def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
     return made.reshape(input.shape), mean[:, :, 0], rstd[:, :, 0]
 
 
-@lowering("native_group_norm_backward")
+@lowering("native_group_norm_backward", infer=_infer_group_norm_backward)
 def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
     shape = (N, group, C // group, HxW)
     grad, x = (opmath(a).reshape(shape) for a in (grad_out, input))
