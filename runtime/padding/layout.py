@@ -286,7 +286,7 @@ def _reader(is_special: IsStructural) -> _C.OutlineReader:
     A number that changes what its op means, as 2 does for `pow`, is no slot.
     """
     return _C.OutlineReader(
-        _known_geometry, lambda name, place, value: is_special(name, _argument_name(name, place), value), results_of
+        _geometry_apart, lambda name, place, value: is_special(name, _argument_name(name, place), value), results_of
     )
 
 
@@ -390,8 +390,7 @@ def _geometry(
     return _View(dims, whole, access, is_whole=found.is_whole)
 
 
-@functools.lru_cache(maxsize=8192)
-def _known_geometry(*of: Any) -> tuple[_View, tuple[int, ...]]:
+def _geometry_apart(*of: Any) -> tuple[_View, tuple[int, ...]]:
     """The same without what its slots are, and these."""
     slots: list[int] = []
     return _geometry(*of, slot=slots.append), tuple(slots)
