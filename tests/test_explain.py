@@ -33,7 +33,7 @@ def bake_a_number() -> None:
     x = torch.ones(4, 4, device="tpu")
     torch.tpu.synchronize()
     for i in range(1, 4):
-        x = torch.rot90(x, i) + 1
+        torch.rot90(x, i).add_(1)
         torch.tpu.synchronize()
 
 
