@@ -30,10 +30,10 @@ def line_of(function: Callable[..., Any], text: str) -> str:
 
 
 def bake_a_number() -> None:
-    x = torch.ones(4, 4, device="tpu")
+    x = torch.ones(8, device="tpu")
     torch.tpu.synchronize()
     for i in range(1, 4):
-        torch.rot90(x, i).add_(1)
+        x = x + torch.linalg.vector_norm(x, i + 0.5)
         torch.tpu.synchronize()
 
 
@@ -73,11 +73,11 @@ def test_a_number_in_the_program_is_named() -> None:
     explanation = explained(bake_a_number)
     differences = [r["difference"] for r in explanation.data["recompilations"]]
     assert len(differences) == 2
-    for found, (before, after) in zip(differences, (("1", "2"), ("2", "3")), strict=True):
+    for found, (before, after) in zip(differences, (("1.5", "2.5"), ("2.5", "3.5")), strict=True):
         assert found["kind"] == "scalar"
-        assert (found["op"], found["argument"]) == ("aten::rot90", "k")
+        assert (found["op"], found["argument"]) == ("aten::linalg_vector_norm", "ord")
         assert (found["before"], found["after"]) == (before, after)
-        assert found["line"] == line_of(bake_a_number, "torch.rot90")
+        assert found["line"] == line_of(bake_a_number, "vector_norm")
         assert "Keep it in a tensor" in found["advice"]
 
 
