@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -39,6 +38,7 @@ from .ir.calls import Lowerings
 from .ir.manifest import Journal, ProgramOutcome, RecordedProgram
 from .ir.program import Program
 from .ir.scalar_lifting import IsStructural
+from .ir.weak_values import WeakValues
 from .lowering.fragments import Fragments
 from .padding.arrays import Copies, download
 from .padding.layout import Layouts, Outline, PaddedForm, PaddedProgram
@@ -153,7 +153,7 @@ class Engine:
         self._executor = Executor(self.client, copies, counters, knob, memory, fitting, recovery, observers)
         self._layouts = Layouts(is_special)
         # What runs a padded program, while some size of it is known.
-        self._padded: WeakValueDictionary[tuple[Program, int], Any] = WeakValueDictionary()
+        self._padded: WeakValues[tuple[Program, int], Any] = WeakValues()
         self.launch = self._executor.start
         self.resume = self._executor.resume
 
@@ -319,7 +319,7 @@ class Engine:
 
         def landed(ready: Future[Any]) -> None:
             if not ready.cancelled() and ready.exception() is None:
-                self._padded[form.program, device] = ready.result()
+                self._padded.set((form.program, device), ready.result())
             form.making.pop(device, None)
 
         ready.add_done_callback(landed)
@@ -331,7 +331,7 @@ class Engine:
         if known is None:
             known = self._padded.get((padded.program, device))
             if known is not None:
-                padded.form.executables[device] = known
+                padded.form.executables.set(device, known)
         return known
 
     def _clusters(self, program: Program) -> Clusters | None:

@@ -587,6 +587,31 @@ SENT = """
 """
 
 
+def test_a_collection_runs_no_code_that_could_swallow_what_a_handler_raises() -> None:
+    ended = run_script(
+        """
+    import gc, sys, weakref, torch, torchtpu
+    collect, ran = gc.collect, []
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and frame.f_back.f_code.co_name == "<module>" and code.co_filename == weakref.__file__:
+            ran.append((code.co_filename, code.co_name))
+    gc.disable()
+    w = torch.randn(8, 8, device="tpu", requires_grad=True)
+    for n in range(5, 25):
+        x = torch.randn(n, 8, device="tpu")
+        torch.cdist(torch.special.i0e((x @ w).logsumexp(1, True)), x[:, :1]).mean().backward()
+        w.grad.sum().item()
+    sys.setprofile(note)
+    collect()
+    sys.setprofile(None)
+    print("jax" in sys.modules, ran)
+    """
+    )
+    assert ended.err == ""
+    assert ended.out.split(maxsplit=1) == ["True", "[]\n"]
+
+
 @pytest.mark.parametrize("error", ["None", "KeyboardInterrupt", "TimedOut"])
 def test_what_another_thread_sends_during_a_launch_loses_nothing(error: str) -> None:
     """By `_thread.interrupt_main`, or by `PyThreadState_SetAsyncExc`, as time limits and stop buttons do."""

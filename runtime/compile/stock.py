@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakValueDictionary
 
 from torchtpu.runtime.execute.executable import Launchable
 from torchtpu.runtime.ir.program import Program
+from torchtpu.runtime.ir.weak_values import WeakValues
 from torchtpu.runtime.padding.layout import MOST_VARIABLES, Outline, PaddedProgram
 from torchtpu.runtime.partition.pieces import Divider, Piece
 
@@ -95,7 +95,7 @@ class Stock:
         self._pieces: dict[str, int] = {}  # that were new in regions that ended on a line
         self._apart: OrderedDict[int, int] = OrderedDict()  # launches more than for the whole piece, by identity
         # What is in use, by identity, device and lines.
-        self._executables: WeakValueDictionary[tuple[int, int, tuple[str, ...]], Launchable] = WeakValueDictionary()
+        self._executables: WeakValues[tuple[int, int, tuple[str, ...]], Launchable] = WeakValues()
 
     def visits(self, line: str) -> int:
         """How many new regions have ended on this line."""
@@ -369,7 +369,7 @@ class Stock:
             plan = replace(plan, checks=tuple(replace(c, line=_line(program, c.place)) for c in plan.checks))
             own = Build(build.program, plan, about_of(program, plan, "pieces"), build.flight)
             made = self._builder.executable(own, device)
-            known = self._executables[key] = self._builder.padded(padded, made) if padded else made
+            known = self._executables.set(key, self._builder.padded(padded, made) if padded else made)
         return known
 
 

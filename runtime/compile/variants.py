@@ -15,8 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -139,7 +138,6 @@ class VariantBuilder:
         self.stock = Stock(builder, plans, compiler, first, capacity, layouts)
         self.planned = planned
         self.refused: set[str] = set()
-        self._losses: WeakKeyDictionary[PaddedForm, Losses] = WeakKeyDictionary()
         self.spare_time = SpareTime(len(os.sched_getaffinity(0)))
 
     def known_pieces(self, program: Program, device: int, regions: int, *, is_loop: bool) -> list[Piece]:
@@ -165,7 +163,9 @@ class VariantBuilder:
 
     def losses(self, form: PaddedForm) -> Losses:
         """Those of regions that are made of pieces and may have this form."""
-        return self._losses.setdefault(form, Losses())
+        if form.losses is None:
+            form.losses = Losses()
+        return cast(Losses, form.losses)
 
     def pieces_instead(
         self, program: Program, padded: Callable[[], list[Program]], device: int, regions: int

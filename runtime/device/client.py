@@ -427,12 +427,16 @@ class _Coordinator:
 
 
 def _let_no_handler_into_gc() -> None:
-    """What signal handlers raise in Python code that the garbage collector calls is lost: jax's callback is some."""
-    from jax._src import lib
+    """What signal handlers raise in Python code that the garbage collector calls is lost: jax has such code as a
+    callback, and where it forgets traced functions that died."""
+    from jax._src import lib, pjit
 
     if lib._xla_gc_callback in gc.callbacks:
         index = gc.callbacks.index(lib._xla_gc_callback)
         gc.callbacks[index] = _C.without_arguments(_jax.collect_garbage)
+    traced = getattr(pjit, "_seen_qdds", None)
+    if traced is not None:
+        traced._remove = traced.data.pop
 
 
 def _make_group_client(process_group: ProcessGroup) -> tuple[_Coordinator, Any]:

@@ -30,7 +30,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +52,7 @@ from torchtpu.runtime.ir.program import (
 from torchtpu.runtime.ir.scalar_lifting import IsStructural
 from torchtpu.runtime.ir.strided_access import Digit, find_access, row_major
 from torchtpu.runtime.ir.values import bases_of, operands
+from torchtpu.runtime.ir.weak_values import WeakValues
 
 from .ask import Askable
 from .refusals import Refusals, Refused, RefusedAgain
@@ -616,8 +616,9 @@ class PaddedForm:
     ) -> None:
         self.program = program
         self._first = first
-        self.executables: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.executables: WeakValues[int, Any] = WeakValues()
         self.making: dict[int, Future[Any]] = {}
+        self.losses: Any = None  # of regions that are made of pieces and may have this form
         self._numbers = numbers
         self._moves = moves
         self._digits = {i: found for i, n in enumerate(numbers) if (found := _digit_of(n, digits))}
