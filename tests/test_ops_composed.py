@@ -535,7 +535,7 @@ def test_a_bool_is_a_number_beside_numbers(name: str, dtype: torch.dtype) -> Non
             torch.testing.assert_close(BOOLS[name](x.to("tpu"), b).cpu(), wanted, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.uint16, torch.uint64])
 def test_a_deterministic_resize_fills_what_it_adds(dtype: torch.dtype) -> None:
     torch.use_deterministic_algorithms(True)
     try:
@@ -543,3 +543,15 @@ def test_a_deterministic_resize_fills_what_it_adds(dtype: torch.dtype) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(made[1], made[0], equal_nan=True)
+
+
+def test_numbers_that_no_int64_holds() -> None:
+    def made(device: str) -> list[object]:
+        x = torch.tensor([1, 2**63 + 5, 2**64 - 1], dtype=torch.uint64, device=device)
+        found: list[object] = []
+        for number in range(2**63 - 2000, 2**63 + 6000, 1000):  # some are, and they keep changing
+            found += [x.eq(number).tolist(), (x & number).tolist(), torch.full_like(x, number).tolist()]
+            found += torch.full((2,), number, dtype=torch.float64, device=device).tolist()
+        return [*found, x.eq(2**64 - 1).tolist(), x.clone().fill_(2**64 - 1).tolist()]
+
+    assert made("tpu") == made("cpu")

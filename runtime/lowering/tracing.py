@@ -383,6 +383,8 @@ def _rebuild(value: Any, given: Iterator[Any], size_of: Callable[[Any], Any] | N
     if kind is Symbolic:
         assert size_of is not None
         return size_of(value.text)
+    if kind is int and value >> 63 > 0:  # jax takes no such Python number
+        return jnp.asarray(value, dtype="uint64")
     if kind is int and size_of is not None:
         return size_of(value)
     return value

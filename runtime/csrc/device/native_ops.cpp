@@ -1,5 +1,6 @@
 // What no lowering can do: allocation, views, host copies, storage surgery and the CPU fallback.
 
+#include <ATen/Dispatch_v2.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_conj_physical.h>
@@ -40,12 +41,9 @@ void fill_uninitialized(const Tensor& t) {
   if (at::isFloatingType(type) || at::isComplexType(type)) {
     t.fill_(std::numeric_limits<double>::quiet_NaN());
   } else {
-    t.fill_(type == at::kBool ? at::Scalar(true)
-                              : at::Scalar(static_cast<int64_t>(type == at::kByte    ? 255
-                                                                : type == at::kChar  ? 127
-                                                                : type == at::kShort ? 32767
-                                                                : type == at::kInt   ? INT32_MAX
-                                                                                     : INT64_MAX)));
+    AT_DISPATCH_V2(type, "fill_uninitialized",
+                   AT_WRAP([&] { t.fill_(at::Scalar(std::numeric_limits<scalar_t>::max())); }),
+                   AT_EXPAND(AT_INTEGRAL_TYPES_V2), at::kBool);
   }
 }
 
