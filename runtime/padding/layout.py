@@ -90,6 +90,7 @@ _MOST_RECENT = 256
 _MOST_OUTLINES = 256
 _MOST_TEMPLATES = 4  # of one outline
 _FEWEST_REFUSED = 16  # programs of one outline, before ever fewer are tried
+_TIMES_TOO_MANY = 4  # that one counts for which has too many sizes
 _FEWEST_OF_SIZES = 2  # and of those that a lowering refuses of about these sizes
 _MOST_OF_OUTLINE = 16  # of such sizes
 _NUMBERS = ("number", "Optional[number]")  # what is no size, by its type in a schema
@@ -101,6 +102,10 @@ _DIVISORS = (2, 3, 4, 5, 6, 8, 16, 32)
 
 class _NoSize(Refused):
     """Nothing that could be padded changes."""
+
+
+class _TooManySizes(Refused):
+    """More sizes change than are padded; others of these ops will hardly have fewer."""
 
 
 class Bound(NamedTuple):
@@ -475,7 +480,9 @@ class _Fit:
     def _variable(self, column: tuple[int, ...]) -> Size:
         is_place = column in self._starts
         if len(self.variables) == len(_NAMES) or (not is_place and self.num_sizes == MOST_VARIABLES):
-            raise Refused("too many sizes change")
+            raise _TooManySizes("too many sizes change")
+        if not is_place and len(column) <= self.num_sizes + 1 > _FEW_VARIABLES:
+            raise Refused("more sizes change than programs tell")
         name = _NAMES[len(self.variables)]
         # Most that is made of `x[:, :-1]` is as long as that, and not as `x`.
         nearest = sorted(range(1 - _MOST_CHANCE, _MOST_CHANCE), key=abs)
@@ -543,14 +550,19 @@ class _Fit:
                     atoms.append((name, size.constant, tuple(v + size.constant for v in values)))
         for count in (2, 3):
             for chosen in itertools.combinations_with_replacement(atoms[:8], count):
-                products = [math.prod(row) for row in zip(*(values for _, _, values in chosen), strict=True)]
-                factor, rest = divmod(column[0], products[0]) if products[0] else (0, 1)
+                first = math.prod(values[0] for _, _, values in chosen)
+                factor, rest = divmod(column[0], first) if first else (0, 1)
+                products = map(math.prod, zip(*(values for _, _, values in chosen), strict=True))
                 if not rest and factor and all(v == factor * p for v, p in zip(column, products, strict=True)):
                     return Size(((factor, tuple((name, offset) for name, offset, _ in chosen)),))
         return None
 
     def _quotient(self, column: tuple[int, ...]) -> Size | None:
         for (name, values), divisor in itertools.product(self.variables.items(), _DIVISORS):
+            # What no constant can make right is left out first.
+            far = values[0] - divisor * column[0]
+            if any(abs(x - divisor * v - far) >= divisor for v, x in zip(column, values, strict=True)):
+                continue
             for constant in range(divisor):
                 rest = {v - (x + constant) // divisor for v, x in zip(column, values, strict=True)}
                 if len(rest) == 1:
@@ -685,8 +697,6 @@ class Template:
         self._slots = [fit.of(column, is_input=i < inputs) for i, column in enumerate(columns)]
         if not fit.variables:
             raise _NoSize("no size changes")
-        if _FEW_VARIABLES < fit.num_sizes >= len(samples):
-            raise Refused("more sizes change than programs tell")
         if all(_is_bucket(value) for values in fit.variables.values() for value in values):
             raise Refused("sizes that are buckets already")
         self._homes = {name: self._home(name) for name in fit.variables}
@@ -1024,6 +1034,7 @@ class Layouts:
         self._refusals.check(shared)
         self._refused_sizes.check(sizes)
         error: Exception = _NoSize("no other sizes of it are known")
+        times = 1
         others = itertools.chain(others, (program for template in known for program in template.samples))
         for make, is_new in self._ways(program, shared, slots, known, others):
             try:
@@ -1032,11 +1043,13 @@ class Layouts:
             except Exception as raised:  # noqa: BLE001 -- another form may do
                 if isinstance(error, _NoSize) or not isinstance(raised, _NoSize):
                     error = raised
+                if isinstance(raised, _TooManySizes):
+                    times = _TIMES_TOO_MANY
                 continue
             self._refused_sizes.forget(sizes)
             self._keep(shared, template)
             return padded
-        self._refusals.note(shared, str(error))
+        self._refusals.note(shared, str(error), times)
         if isinstance(error, RefusedAgain) or not isinstance(error, Refused):
             self._refused_sizes.note(sizes, str(error))
         raise error

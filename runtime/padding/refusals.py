@@ -33,10 +33,10 @@ class Refusals:
                 self._known[thing] = count + 1, reason
                 raise RefusedAgain(reason)
 
-    def note(self, thing: Hashable, reason: str) -> None:
-        """The thing was tried and refused."""
+    def note(self, thing: Hashable, reason: str, times: int = 1) -> None:
+        """The thing was tried and refused, which counts as so many times."""
         with self._lock:
-            self._known[thing] = self._known.get(thing, (0, ""))[0] + 1, reason
+            self._known[thing] = self._known.get(thing, (0, ""))[0] + times, reason
             if len(self._known) > self._most:
                 del self._known[next(iter(self._known))]
 
