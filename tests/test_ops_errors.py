@@ -41,6 +41,21 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "random_ beyond half": lambda on: torch.zeros(3, dtype=torch.half, device=on).random_(0, 70000),
     "a number beyond half": lambda on: torch.full((2,), -7e4, dtype=torch.half, device=on),
     "a number beyond bfloat16": lambda on: torch.zeros(2, dtype=torch.bfloat16, device=on).fill_(1e39),
+    "floor_divide of complex numbers": lambda on: torch.floor_divide(*[t.cfloat() for t in ones(on, (2,), (2,))]),
+    "silu of unsigned integers": lambda on: F.silu(into(on, torch.uint16, 3)),
+    "glu of unsigned integers": lambda on: F.glu(into(on, torch.uint64, 4)),
+    "index_fill of unsigned integers": lambda on: into(on, torch.uint16, 3).index_fill(0, ones(on, (2,))[0].long(), -1),
+    "cholesky of unsigned integers": lambda on: torch.linalg.cholesky(into(on, torch.uint32, 3, 3)),
+    "householder_product of unsigned integers": lambda on: torch.linalg.householder_product(
+        into(on, torch.uint32, 3, 3), into(on, torch.uint32, 3)
+    ),
+    "erfc in eight bits": lambda on: into(on, torch.float8_e4m3fn, 3).erfc(),
+    "index_add in eight bits": lambda on: into(on, torch.float8_e4m3fn, 3).index_add(
+        0, ones(on, (2,))[0].long(), into(on, torch.float8_e4m3fn, 2)
+    ),
+    "normal in eight bits": lambda on: torch.randn(3, dtype=torch.float8_e4m3fn, device=on),
+    "linspace in eight bits": lambda on: torch.linspace(0, 1, 3, dtype=torch.float8_e5m2, device=on),
+    "linspace of unsigned integers": lambda on: torch.linspace(0, 4, 3, dtype=torch.uint16, device=on),
     "a number beyond eight bits": lambda on: torch.zeros(2, 2, dtype=torch.float8_e5m2, device=on).fill_(1e5),
     "a search in a number": lambda on: torch.searchsorted(torch.tensor(3.0, device=on), torch.ones(3, device=on)),
     "a search for a number in a number": lambda on: torch.searchsorted(torch.tensor(3.0, device=on), 2.0),

@@ -331,6 +331,25 @@ bool refuses_floats(const OpInfo& info, const IValue* args) {
   return false;
 }
 
+// Ops on elements, and losses of elements, that PyTorch does not tag as such.
+bool is_on_elements(const OpInfo& info) {
+  return is_any_of(base_name(info),
+                   {"binary_cross_entropy", "binary_cross_entropy_with_logits", "floor_divide", "floor_divide_",
+                    "huber_loss", "mse_loss", "polar", "rsub", "smooth_l1_loss", "soft_margin_loss"});
+}
+
+// Whether neither CUDA nor XLA computes the op on the wider unsigned integers, or on floats of eight bits: of those
+// kernels mostly do no more than copy elements.
+bool has_no_rare_dtypes(const OpInfo& info, bool is_float8) {
+  if (decomposes(info) || is_any_of(base_name(info), {"linalg_solve_triangular", "triangular_solve"})) return true;
+  if (is_float8)
+    return info.handle.hasTag(at::Tag::pointwise) || is_on_elements(info) ||
+           is_any_of(base_name(info), {"_unsafe_masked_index_put_accumulate", "frexp", "index_add", "index_add_",
+                                       "index_reduce", "index_reduce_", "put", "put_", "scatter_add", "scatter_add_",
+                                       "scatter_reduce", "scatter_reduce_"});
+  return is_any_of(base_name(info), {"glu", "index_fill", "index_fill_", "logcumsumexp", "silu", "silu_"});
+}
+
 // Lowerings take more dtypes than the CPU has kernels for, and ops that it has none for.  Of the dtypes below the CPU
 // takes as many as CUDA, but for one.
 bool lacks_kernel(const OpInfo& info, const IValue* args, const c10::Error& error) {
@@ -341,6 +360,8 @@ bool lacks_kernel(const OpInfo& info, const IValue* args, const c10::Error& erro
   text = text.substr(0, text.find('\''));
   if (text == "Bool" && info.name.starts_with("abs")) return true;
   if ((text == "BFloat16" || text == "Half") && (decomposes(info) || refuses_floats(info, args))) return false;
+  bool is_float8 = text.starts_with("Float8");
+  if ((is_float8 || text.starts_with("UInt")) && has_no_rare_dtypes(info, is_float8)) return false;
   return std::ranges::none_of(
       std::initializer_list<at::ScalarType>{at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble, at::kBool,
                                             at::kByte, at::kChar, at::kShort, at::kInt, at::kLong},
@@ -372,12 +393,6 @@ bool takes_element(const OpInfo& info) {
 bool is_plain_product(const OpInfo& info) {
   return is_any_of(base_name(info), {"addbmm", "addbmm_", "addmm", "addmm_", "addmv", "addmv_", "baddbmm", "baddbmm_",
                                      "bmm", "convolution", "dot", "linalg_cross", "linear", "mm", "mv", "vdot"});
-}
-
-// Ops on elements, and losses of elements, that PyTorch does not tag as such.
-bool is_on_elements(const OpInfo& info) {
-  return is_any_of(base_name(info), {"binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss",
-                                     "mse_loss", "polar", "rsub", "smooth_l1_loss", "soft_margin_loss"});
 }
 
 // Whether an op of one tensor may have no kernel for a dtype on the CPU that it has none for on CUDA either.
@@ -424,15 +439,20 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
   if (op.hasTag(at::Tag::pointwise) || is_on_elements(info)) return Refuses::kAnything;
   int tensors = 0;
   bool has_number = false, is_mixed = false, has_input = false, has_out = false, is_plain = is_plain_product(info);
-  bool has_half = false, is_first_number = false;
+  bool has_half = false, is_first_number = false, is_first_rare = false, is_first_float8 = false;
   std::optional<at::ScalarType> first;
   for (size_t i = 0; i < info.args.size(); i++) {
     for_each_tensor(args[i], [&](const at::Tensor& t) {
       at::ScalarType type = t.scalar_type();
-      if (tensors++ == 0) is_first_number = !c10::isFloatingType(type);
+      bool is_number = !c10::isFloatingType(type) || c10::isFloat8Type(type);
+      if (tensors++ == 0) {
+        is_first_number = is_number;
+        is_first_float8 = c10::isFloat8Type(type);
+        is_first_rare = is_first_float8 || c10::isBarebonesUnsignedType(type);
+      }
       has_out |= info.args[i].is_out && has_input;
       has_input |= !info.args[i].is_out;
-      has_number |= !c10::isFloatingType(type);
+      has_number |= is_number;
       has_half |= c10::isReducedFloatingType(type);
       // masks, and the weights of quantized models, have dtypes of their own
       if (!is_plain && (type == at::kBool || type == at::kInt || c10::elementSize(type) == 1)) return;
@@ -445,6 +465,7 @@ Refuses may_refuse(const OpInfo& info, const c10::OperatorHandle& op, const IVal
     return Refuses::kAnything;
   if (has_half && decomposes(info)) return Refuses::kAnything;
   if (is_first_number && may_lack_kernels_for_first(info)) return Refuses::kDtype;
+  if (is_first_rare && has_no_rare_dtypes(info, is_first_float8)) return Refuses::kDtype;
   return tensors == 1 && has_number && may_lack_kernels(info, op) ? Refuses::kDtype : Refuses::kNothing;
 }
 
@@ -834,7 +855,20 @@ bool is_doubtful(const OpInfo& info, const IValue* args) {
   return false;
 }
 
+// Whether neither kernels nor XLA draw or count in a dtype.
+bool makes_none(const OpInfo& info, const IValue* args, at::ScalarType type) {
+  if (is_any_of(base_name(info), {"linspace", "logspace"}))
+    return args[2].toInt() > 1 && (c10::isFloat8Type(type) || c10::isBarebonesUnsignedType(type) || type == at::kBool);
+  return c10::isFloat8Type(type) &&
+         is_any_of(base_name(info), {"cauchy_", "exponential_", "geometric_", "log_normal_", "normal", "normal_"});
+}
+
 void refuse_as_kernels_do(const OpInfo& info, const c10::OperatorHandle& op, const IValue* args) {
+  for (size_t i = 0; (info.random || is_range(info)) && i < info.args.size(); i++) {
+    for_each_tensor(args[i], [&](const at::Tensor& t) {
+      if (t.defined() && makes_none(info, args, t.scalar_type())) try_on_cpu(info, op, args);  // which draws nothing
+    });
+  }
   if (base_name(info) == "nansum" && args[1].isIntList()) {
     auto dims = args[1].toDimVector();
     if (!dims.empty()) at::dim_list_to_bitset(dims, static_cast<size_t>(args[0].toTensor().dim()));

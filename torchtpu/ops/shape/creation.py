@@ -92,7 +92,7 @@ def _spaced(start, end, steps, ctx):
         ends = [v.astype(jax_dtype(dtype)) for v in ends]
         compute = jnp.float64
     else:
-        compute = jnp.promote_types(jax_dtype(dtype), jnp.float32)
+        compute = jnp.float32 if dtype.itemsize == 1 else jnp.promote_types(jax_dtype(dtype), jnp.float32)
     start, end = (v.astype(compute) for v in ends)
     place = lax.iota(jnp.int64, steps)
     i = place.astype(compute)
