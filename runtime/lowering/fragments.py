@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from torchtpu.compiler_cache import Key, Note, Store
 from torchtpu.runtime.device import jax_modules
@@ -35,6 +36,7 @@ from torchtpu.runtime.telemetry.bailouts import Bailouts
 from torchtpu.runtime.telemetry.counters import Counters
 
 from . import fingerprint
+from .known_bounds import KnownBounds, with_bounds
 from .learned_templates import LearnedTemplates, on_a_line, with_shape
 from .templates import EVALUATION, Templates
 from .tracing import Fragment, Tracer, explained
@@ -72,6 +74,7 @@ class Fragments:
         self._tracing = (Tracer.__module__, type(client).__module__)
         self._templates = Templates(lowerings.templates, self.platform)
         self._learned = LearnedTemplates(self._tracer)
+        self._bounds = KnownBounds()
         self._refusals = Refusals(_FEWEST_REFUSED, _MOST_REFUSED)
         self._store = store
         self._counters = counters
@@ -181,6 +184,8 @@ class Fragments:
             try:
                 entry = self._lowerings.entry(op.name, self.platform)
                 found = self._without_tracing(key, op, entry, watched)
+                if found is None and op.padding is not None:
+                    found = self._for_wider_bounds(key, op, entry)
                 if found is None and self._store.keeps and entry.persists:
                     found = self._store.load(self._disk_key(key, entry), functools.partial(_decode, op=op))
                     self._counters.fragment_hits_disk += found is not None
@@ -194,6 +199,7 @@ class Fragments:
                 added[key] = found
         if watched == "off":
             added.update(self._of_all_shapes(waiting))
+        added.update(self._trace_around(waiting, watched))
         added.update(self._trace_most({key: each for key, each in waiting.items() if key not in added}, watched))
         for key, fragment in added.items():
             self._keep(key, fragment)
@@ -213,6 +219,40 @@ class Fragments:
                     found = found or self._learned.find(key)
                 self._counters.fragments_from_templates += found is not None
         return found
+
+    def _for_wider_bounds(self, key: str, op: Op, entry: LoweringEntry) -> Fragment | None:
+        """The fragment of a padded op whose sizes lie between others that it was traced for."""
+        assert op.padding is not None
+        wider = self._bounds.wider(key, op.padding.bounds)
+        found = None if wider is None else self._find(wider)
+        if found is not None:
+            self._save(key, op, entry, found, 0.0)
+        return found
+
+    def _trace_around(self, waiting: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
+        """The fragments of padded ops that were traced between other bounds, for those and their own; none where one
+        cannot be traced so."""
+        wide: dict[str, tuple[Op, LoweringEntry]] = {}
+        wider: dict[str, str] = {}
+        for key, (op, entry) in waiting.items():
+            around = None if op.padding is None else self._bounds.around(key, op.padding.bounds)
+            if op.padding is not None and around is not None:
+                wider[key] = with_bounds(key, op.padding.bounds, around)
+                wide[wider[key]] = replace(op, padding=replace(op.padding, bounds=around)), entry
+        made: dict[str, Fragment] = {}
+        if wide:
+            try:
+                traced = self._trace_all(wide, watched)
+            except Exception:  # noqa: BLE001 -- they may be right between their own bounds alone
+                for key, (op, _) in wide.items():
+                    assert op.padding is not None
+                    self._bounds.keep_apart(key, op.padding.bounds)
+                return made
+            for key, described in wider.items():
+                made[key] = traced[described]
+                self._keep(described, made[key])
+                self._save(key, *waiting[key], made[key], 0.0)
+        return made
 
     def _of_all_shapes(self, waiting: dict[str, tuple[Op, LoweringEntry]]) -> dict[str, Fragment]:
         """The fragments of ops on elements whose arrays have one shape, filled into those on a line: each is traced
@@ -264,22 +304,31 @@ class Fragments:
         return made
 
     def _trace_batch(self, batch: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
-        started = time.perf_counter()
         try:
-            traced = self._tracer.trace(list(batch.values()), watched)
+            return self._trace_all(batch, watched)
         except Exception as error:
             raise self._refused(batch, watched, error) from error
+
+    def _trace_all(self, batch: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
+        """The fragments of ops, traced in one module; what one of them raises."""
+        started = time.perf_counter()
+        traced = self._tracer.trace(list(batch.values()), watched)
         self._counters.fragment_traces += len(traced)
         build_ms = round((time.perf_counter() - started) * 1e3 / len(traced), 3)
         made = dict(zip(batch, traced, strict=True))
         for key, fragment in made.items():
             op, entry = batch[key]
-            if op.padding is None and entry.persists:
+            if op.padding is not None:
+                self._bounds.note(key, op.padding.bounds)
+            elif entry.persists:
                 self._learned.note(key, fragment)
-            if self._store.keeps and entry.persists:
-                facts: Note = {"op": op.name, "build_ms": build_ms}
-                self._store.put(self._disk_key(key, entry), _encode(fragment), facts)
+            self._save(key, op, entry, fragment, build_ms)
         return made
+
+    def _save(self, key: str, op: Op, entry: LoweringEntry, fragment: Fragment, build_ms: float) -> None:
+        if self._store.keeps and entry.persists:
+            facts: Note = {"op": op.name, "build_ms": build_ms}
+            self._store.put(self._disk_key(key, entry), _encode(fragment), facts)
 
     def _refused(self, batch: dict[str, tuple[Op, LoweringEntry]], watched: str, error: Exception) -> Exception:
         """The error of what could not be traced. Where these are padded ops, the fragments of the others are kept:
