@@ -53,26 +53,26 @@ class Tiers:
         self._client = AotClient(target)
 
     def parts(self, program: Any, form: str) -> list[Any]:
-        from torchtpu.runtime.partition.pieces import divide
+        from torchtpu.runtime.partition.pieces import Divider
 
         if form == "pieces":
-            return [part.program for part in divide(program, self._worker._fragments)]
+            return [piece.program for piece in Divider(self._worker._fragments).divide(program)]
         clusters = self._worker._plans.clusters(program) if form == "layers" else None
         return [part.program for part in clusters.parts] if clusters else [program]
 
     def measure(self, programs: Iterable[Any], form: str, options: Options) -> dict[str, Any]:
-        from torchtpu.runtime.partition.pieces import identity
+        from torchtpu.runtime.ir.values import without_lines
 
         parts = [part for program in programs for part in self.parts(program, form)]
         counts: dict[Any, int] = {}
         different: dict[Any, Any] = {}
         for part in parts:
-            key = identity(part)
+            key = without_lines(part)
             different.setdefault(key, part)
             counts[key] = counts.get(key, 0) + 1
         costs, lower_seconds, compile_seconds = {}, 0.0, 0.0
         for number, (key, part) in enumerate(different.items()):
-            lowered, seconds = timed(self._worker.plan(part).text)
+            lowered, seconds = timed(lambda part=part: self._worker.plan(part).text())
             lower_seconds += seconds
             built, seconds = timed(functools.partial(self._client.compile, lowered, (), options))
             compile_seconds += seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -202,3 +203,14 @@ def test_tests_import_nothing_from_other_tests() -> None:
     for path in SCRIPTS:
         others = {m for m in imports_of(path) if m.startswith("test_") and m != path.stem}
         assert not others, f"{name_of(path)} imports {sorted(others)}"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_what_a_script_imports_of_the_package_is_there(path: Path) -> None:
+    """Also where a function imports it: mypy reads the package alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torchtpu":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                there = hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}")
+                assert there, f"{node.module} has no {alias.name}"
