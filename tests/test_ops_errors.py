@@ -160,6 +160,8 @@ REFUSED: dict[str, Callable[[str], Any]] = {
     "lstsq with another driver": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on)] * 2, driver="gauss"),
     "lstsq of integers": lambda on: torch.linalg.lstsq(*[torch.eye(3, device=on).int()] * 2),
     "lstsq of two dtypes": lambda on: torch.linalg.lstsq(torch.eye(3, device=on), torch.eye(3, device=on).double()),
+    "lstsq of a batch for one matrix": lambda on: torch.linalg.lstsq(*ones(on, (2, 4, 3), (4, 2))),
+    "lstsq of two dimensions of batches for one": lambda on: torch.linalg.lstsq(*ones(on, (2, 1, 3, 3), (2, 3, 3))),
     "lstsq of other batches": lambda on: torch.linalg.lstsq(
         torch.zeros(2, 3, 3, device=on), torch.zeros(3, 3, 3, device=on)
     ),
@@ -297,6 +299,14 @@ def test_each_element_of_a_list_may_be_on_another_device(call: Callable[[list[to
         torch.testing.assert_close(ours.cpu(), theirs)
         assert ours._version == theirs._version
     assert [t.device.type for t in call(x)] == ["tpu", "cpu"]
+
+
+def test_lstsq_takes_one_matrix_for_a_batch_of_as_many_as_it_has_rows() -> None:
+    a, b = torch.randn(1, 3, 3), torch.randn(3, 3)
+    found = torch.linalg.lstsq(a.to("tpu"), b.to("tpu"), driver="gelsd")
+    torch.testing.assert_close(
+        [t.cpu() for t in found], list(torch.linalg.lstsq(a, b, driver="gelsd")), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_a_driver_of_lstsq_may_be_in_capitals() -> None:

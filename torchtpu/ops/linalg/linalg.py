@@ -364,7 +364,9 @@ def _check_convergence(ctx: Any, half: Any, compute_v: bool) -> None:
 
 def _infer_lstsq(self: torch.Tensor, b: torch.Tensor, rcond: Any = None, driver: Any = None) -> Any:
     columns = b[..., None] if self.dim() - 1 == b.dim() and self.shape[:-1] == b.shape else b
-    batch = torch.broadcast_shapes(self.shape[:-2], columns.shape[:-2])
+    # One matrix for a batch of them is taken for vectors as far as the batch goes.
+    batch = torch.broadcast_shapes(self.shape[:-2], b.shape[: self.dim() - 2])
+    torch.broadcast_shapes(batch, columns.shape[:-2])
     if self.shape[-2] != columns.shape[-2] or self.dtype != b.dtype:
         raise RuntimeError("torch.linalg.lstsq: input.size(-2) should match other.size(-2)")
     if self.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128):
@@ -388,16 +390,19 @@ def linalg_lstsq(self, b, rcond=None, *, driver=None, ctx):
     # One algorithm for all drivers: the solution of least norm.  gelsd and gelss return residuals for a deficient rank
     # too, since only the device knows it.
     is_vector = self.ndim - 1 == b.ndim and self.shape[:-1] == b.shape
-    a, b = _broadcast_batch((self, 2), (b[..., None] if is_vector else b, 2))
-    u, s, vh = _svd(a, ctx, full_matrices=False)
-    cut = jnp.finfo(s.dtype).eps * max(a.shape[-2:]) if rcond is None else rcond
+    b = b[..., None] if is_vector else b
+    u, s, vh = _svd(self, ctx, full_matrices=False)
+    cut = jnp.finfo(s.dtype).eps * max(self.shape[-2:]) if rcond is None else rcond
     kept = s > jnp.asarray(cut, s.dtype) * s[..., :1]
     scaled = matmul(adjoint(u), b) * jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)[..., None]
     x = matmul(adjoint(vh), scaled)
-    residuals = (jnp.abs(b - matmul(a, x)) ** 2).sum(-2)
+    residuals = (jnp.abs(b - matmul(self, x)) ** 2).sum(-2)
     shapes = [shape for shape, _ in ctx.results]
-    extras = [v if v.shape == shapes[i] else empty(ctx, i) for i, v in ((1, residuals), (2, kept.sum(-1)), (3, s))]
-    return x[..., 0] if is_vector else x, *extras
+    made = (x[..., 0] if is_vector else x, residuals, kept.sum(-1), s)
+    return tuple(
+        empty(ctx, i) if shape == (0,) else jnp.broadcast_to(v, shape)
+        for i, (shape, v) in enumerate(zip(shapes, made, strict=True))
+    )
 
 
 # Products
