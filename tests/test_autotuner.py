@@ -97,8 +97,10 @@ class Loop:
             assert work.error is None, work.error
             torch.testing.assert_close([self.engine.download(array) for array in work.outputs], self._expected)
             wait(self.engine.compiler.outstanding())
-            while self.engine.compiler.describe():  # what a program is for hears of it after `wait`
+            while self.engine.compiler.describe():
                 time.sleep(1e-3)
+            candidate = getattr(self._executable, "_candidate", None)  # which hears of its programs after that
+            wait([candidate] if candidate else [], timeout=60)
         return list(self._clock.launched)
 
 
