@@ -225,8 +225,9 @@ class Fragments:
         assert op.padding is not None
         wider = self._bounds.wider(key, op.padding.bounds)
         found = None if wider is None else self._find(wider)
-        if found is not None:
-            self._save(key, op, entry, found, 0.0)
+        if found is None or found.unequal:  # what it takes for granted there may be known here, and otherwise
+            return None
+        self._save(key, op, entry, found, 0.0)
         return found
 
     def _trace_around(self, waiting: dict[str, tuple[Op, LoweringEntry]], watched: str) -> dict[str, Fragment]:
@@ -249,9 +250,13 @@ class Fragments:
                     self._bounds.keep_apart(key, op.padding.bounds)
                 return made
             for key, described in wider.items():
+                op, entry = wide[described]
+                if traced[described].unequal and op.padding is not None:  # as above
+                    self._bounds.keep_apart(described, op.padding.bounds)
+                    continue
                 made[key] = traced[described]
                 self._keep(described, made[key])
-                self._save(key, *waiting[key], made[key], 0.0)
+                self._save(key, op, entry, made[key], 0.0)
         return made
 
     def _of_all_shapes(self, waiting: dict[str, tuple[Op, LoweringEntry]]) -> dict[str, Fragment]:
